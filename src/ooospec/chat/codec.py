@@ -1,0 +1,77 @@
+"""Text to the target's token ids and back, on the `tokenizers` library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from ooospec.errors import UsageError
+
+TAIL_SIZES = (8, 3, 1)
+"""Committed tokens re-encoded together with a continuation, tried in order."""
+
+
+class TextCodec:
+    """A tokenizer as drafting needs it: exact ids, no added specials, knowledge of where tokens start."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+        if not eos_ids:
+            raise UsageError("The model names no end-of-sequence id; set eos_token_id in its generation_config.json.")
+        self._tokenizer = tokenizer
+        self.eos_id = eos_ids[0]
+        """The id that usually ends an answer."""
+        self.eos_ids = frozenset(eos_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text; special tokens in the text become their ids, none are added at the ends."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids; special tokens are kept as text."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token_texts(self) -> list[str]:
+        """Decode every id by itself. [V]"""
+        texts: list[str] = self._tokenizer.decode_batch([[i] for i in range(self.vocab_size)], skip_special_tokens=False)
+        return texts
+
+    def stream(self) -> TextStream:
+        """Start an incremental decoder."""
+        return TextStream(self._tokenizer)
+
+    def continue_with(self, committed: Sequence[int], text: str) -> tuple[list[int], list[int]]:
+        """Encode `text` as it would go on after the committed ids: (ids, index in `text` where each starts).
+
+        The end of the committed text is encoded together with the continuation, so that the ids are those of the
+        whole text wherever the boundary between the two is one between tokens too.
+        """
+        for size in TAIL_SIZES:
+            tail = list(committed[-size:])
+            before = self.decode(tail)
+            encoding = self._tokenizer.encode(before + text, add_special_tokens=False)
+            if encoding.ids[: len(tail)] == tail:
+                starts = [max(0, start - len(before)) for start, _ in encoding.offsets[len(tail) :]]
+                return encoding.ids[len(tail) :], starts
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
+
+class TextStream:
+    """Decode a growing output; text of an unfinished character is held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take more ids; return the new text."""
+        return "".join(self._stream.step(self._tokenizer, token) or "" for token in ids)

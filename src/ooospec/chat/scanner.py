@@ -1,0 +1,220 @@
+"""Find JSON tool calls in a growing text, character by character.
+
+One scanner serves drafting, streaming and the final parse, so they cannot disagree; any division of the text into
+chunks gives the same calls. A JSON object counts as a call when it has a string `name` and an object `arguments` or
+`parameters`. Text that turns out not to be JSON is left as text; scanning goes on at the character that broke it, so
+the time is linear in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+_SPACE = " \t\r\n"
+_PLAIN_STRING = re.compile(r'[^"\\]+')
+
+
+@dataclass(slots=True)
+class Span:
+    """Characters `start` to `end` of the text; `end` is None while they are still coming."""
+
+    start: int
+    end: int | None = None
+
+    def of(self, text: str) -> str:
+        """Cut the span out of the text."""
+        return text[self.start : self.end]
+
+
+@dataclass(slots=True)
+class Item:
+    """One argument: its key (without quotes) and its raw JSON value, as far as they have come."""
+
+    key: Span
+    value: Span | None = None
+
+
+@dataclass(slots=True)
+class CallSpans:
+    """Where the parts of one call stand in the text."""
+
+    start: int
+    name: Span | None = None
+    arguments: Span | None = None
+    arguments_key: str | None = None
+    items: list[Item] = field(default_factory=list)
+    end: int | None = None
+
+    def is_call(self) -> bool:
+        """Tell whether a finished object is a tool call."""
+        return self.name is not None and self.arguments is not None
+
+
+class CallScanner:
+    """Feed text in any chunks; `calls` holds the finished calls, `open` the object being written."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.calls: list[CallSpans] = []
+        self.open: CallSpans | None = None
+        self._stack: list[str] = []
+        self._mode = "text"
+        self._escaped = False
+        self._key: Span | None = None  # the depth-1 or argument key being read or last read
+        self._top_key = ""
+
+    @property
+    def mode(self) -> str:
+        """What is expected next: text, key, key_or_end, in_key, colon, value, in_string, in_scalar, after_value."""
+        return self._mode
+
+    @property
+    def in_arguments(self) -> bool:
+        """Tell whether the scanner is directly inside the arguments object."""
+        return len(self._stack) == 2 and self.open is not None and self.open.arguments is not None
+
+    @property
+    def depth(self) -> int:
+        """Number of open braces and brackets."""
+        return len(self._stack)
+
+    def feed(self, chunk: str) -> None:
+        """Append text."""
+        index = len(self.text)
+        self.text += chunk
+        while index < len(self.text):
+            index = self._step(index)
+
+    # ------------------------------------------------------------------ one character
+
+    def _step(self, i: int) -> int:
+        """Take the character at `i` (or a run of plain ones); return the next index."""
+        mode = self._mode
+        if mode == "text":
+            brace = self.text.find("{", i)
+            if brace < 0:
+                return len(self.text)
+            self.open = CallSpans(brace)
+            self._stack, self._mode, self._top_key = ["{"], "key_or_end", ""
+            return brace + 1
+        if mode in ("in_key", "in_string"):
+            return self._string(i)
+        char = self.text[i]
+        if mode == "in_scalar":
+            if char not in _SPACE + ",}]":
+                if char in '"{[:':
+                    return self._abort(i)
+                return i + 1
+            self._close_value(i)
+            return i  # the same character again, after the value
+        if char in _SPACE:
+            return i + 1
+        return self._structure(i, char)
+
+    def _string(self, i: int) -> int:
+        char = self.text[i]
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            if self._mode == "in_key":
+                if self._key is not None:
+                    self._key.end = i
+                self._mode = "colon"
+            else:
+                self._close_value(i + 1)
+        elif (plain := _PLAIN_STRING.match(self.text, i)) is not None:
+            return plain.end()
+        return i + 1
+
+    def _structure(self, i: int, char: str) -> int:
+        mode, inside = self._mode, self._stack[-1]
+        if mode in ("key", "key_or_end") and char == '"':
+            self._mode = "in_key"
+            self._start_key(i + 1)
+        elif mode == "key_or_end" and char == "}":
+            self._pop(i)
+        elif mode == "colon" and char == ":":
+            self._mode = "value"
+        elif mode in ("value", "value_or_end") and char not in ",:}]":
+            self._start_value(i, char)
+        elif mode == "value_or_end" and char == "]":
+            self._pop(i)
+        elif mode == "after_value" and char == ",":
+            self._mode = "key" if inside == "{" else "value"
+        elif mode == "after_value" and char == ("}" if inside == "{" else "]"):
+            self._pop(i)
+        else:
+            return self._abort(i)
+        return i + 1
+
+    def _start_key(self, start: int) -> None:
+        assert self.open is not None
+        self._key = Span(start) if len(self._stack) <= 2 else None
+        if self.in_arguments and self._key is not None:
+            self.open.items.append(Item(self._key))
+
+    def _start_value(self, i: int, char: str) -> None:
+        assert self.open is not None
+        if len(self._stack) == 1 and self._key is not None:
+            self._top_key = self._key.of(self.text)
+            if self._top_key == "name" and char == '"' and self.open.name is None:
+                self.open.name = Span(i + 1)
+            elif self._top_key in ARGUMENT_KEYS and char == "{" and self.open.arguments is None:
+                self.open.arguments, self.open.arguments_key = Span(i), self._top_key
+        elif self.in_arguments and self._top_key in ARGUMENT_KEYS and self.open.items:
+            self.open.items[-1].value = Span(i)
+        if char in "{[":
+            self._stack.append(char)
+            self._mode = "key_or_end" if char == "{" else "value_or_end"
+        else:
+            self._mode = "in_string" if char == '"' else "in_scalar"
+
+    def _close_value(self, end: int) -> None:
+        """Note that a value ended before `end`."""
+        assert self.open is not None
+        self._mode = "after_value"
+        if len(self._stack) == 1:
+            if self._top_key == "name" and self.open.name is not None and self.open.name.end is None:
+                self.open.name.end = end - 1
+            elif self._top_key == self.open.arguments_key and self.open.arguments is not None:
+                self.open.arguments.end = self.open.arguments.end or end
+        elif self.in_arguments and self.open.items:
+            value = self.open.items[-1].value
+            if value is not None and value.end is None:
+                value.end = end
+
+    def _pop(self, i: int) -> None:
+        assert self.open is not None
+        self._stack.pop()
+        if self._stack:
+            self._close_value(i + 1)
+            return
+        self.open.end = i + 1
+        if self.open.is_call():
+            self.calls.append(self.open)
+        self.open, self._mode = None, "text"
+
+    def _abort(self, i: int) -> int:
+        """Give the object up as plain text and look at the character again."""
+        self.open, self._stack, self._mode, self._escaped = None, [], "text", False
+        return i
+
+    # ------------------------------------------------------------------ reading the result
+
+    def finished(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield (name, arguments, raw arguments) of every finished call; calls that json refuses are left out."""
+        for call in self.calls:
+            assert call.name is not None and call.arguments is not None
+            raw = call.arguments.of(self.text)
+            try:
+                name = json.loads(f'"{call.name.of(self.text)}"', strict=False)
+                yield name, json.loads(raw, strict=False), raw
+            except ValueError:
+                continue

@@ -1,0 +1,120 @@
+"""How a target writes its calls: the literal text between the parts, as templates promise it or as it was last seen.
+
+Models deviate from their own template (Qwen2.5-Coder answers a template that asks for `<tool_call>` with a fenced,
+indented object), so what a target wrote before outweighs what it was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ooospec.chat.scanner import CallScanner, CallSpans
+
+LEARNED_KEPT = 4
+"""Learned styles kept per situation, most recent first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """Literal text around the parts of a call.
+
+    opening HEAD name MIDDLE key COLON value COMMA key COLON value TAIL closing; a call without arguments is
+    opening HEAD name EMPTY closing; a second call follows after `between` instead of `closing`.
+    """
+
+    opening: str
+    head: str
+    middle: str
+    colon: str
+    comma: str
+    tail: str
+    empty: str
+    between: str
+    closing: str
+
+
+def _style(opening: str, closing: str, between: str, key: str, indent: int = 0) -> CallStyle:
+    if indent:
+        one, two = "\n" + " " * indent, "\n" + " " * 2 * indent
+        middle = f'",{one}"{key}": {{'
+        return CallStyle(
+            opening, f'{{{one}"name": "', f'{middle}{two}"', '": ', f',{two}"', f"{one}}}\n}}", f"{middle}}}\n}}", between, closing
+        )
+    middle = f'", "{key}": {{'
+    return CallStyle(opening, '{"name": "', f'{middle}"', '": ', ', "', "}}", f"{middle}}}}}", between, closing)
+
+
+def default_styles(prompt: str) -> list[CallStyle]:
+    """List the styles that a prompt may be answered in, likeliest first."""
+    asks_parameters = '"parameters": {"Parameter name"' in prompt or (
+        '"parameters"' in prompt and '"arguments"' not in prompt
+    )
+    key = "parameters" if asks_parameters else "arguments"
+    tagged = _style("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n", key)
+    fenced = _style("```json\n", "\n```", "\n", key)
+    indented = _style("```json\n", "\n```", "\n", key, indent=2)
+    bare = _style("", "", "\n", key)
+    prompted = _style("```<tool_call>\n", "\n</tool_call>\n```", "\n", key)
+    listed = replace(fenced, opening="```<tool_call>\n", closing="\n```")
+    if "```<tool_call>" in prompt:
+        return [prompted, fenced, tagged, bare, indented, listed]
+    if "<tool_call>" in prompt:
+        return [tagged, indented, fenced, bare]
+    return [bare, fenced, tagged, indented]
+
+
+def learn_style(scanner: CallScanner, fallback: CallStyle) -> CallStyle | None:
+    """Read the style off a finished output; parts it does not show come from `fallback`. None without a call."""
+    if not scanner.calls:
+        return None
+    text, calls = scanner.text, scanner.calls
+    shape = fallback
+    for call in calls[::-1]:  # the first call has the last word
+        shape = _learn_shape(text, call, shape)
+    between = text[calls[0].end : calls[1].start] if len(calls) > 1 else shape.between
+    return replace(shape, opening=text[: calls[0].start], between=between, closing=text[calls[-1].end :])
+
+
+def _learn_shape(text: str, call: CallSpans, shape: CallStyle) -> CallStyle:
+    name, arguments = call.name, call.arguments
+    if name is None or name.end is None or arguments is None or arguments.start < name.end:
+        return shape
+    shape = replace(shape, head=text[call.start : name.start])
+    if not call.items:
+        return replace(shape, empty=text[name.end : call.end])
+    first, last = call.items[0], call.items[-1]
+    if first.key.end is None or first.value is None or last.value is None or last.value.end is None:
+        return shape
+    shape = replace(
+        shape,
+        middle=text[name.end : first.key.start],
+        colon=text[first.key.end : first.value.start],
+        tail=text[last.value.end : call.end],
+    )
+    if len(call.items) > 1 and first.value.end is not None:
+        return replace(shape, comma=text[first.value.end : call.items[1].key.start])
+    if "\n" in shape.middle:  # one argument only: the separator repeats the break before the first key
+        return replace(shape, comma="," + shape.middle[shape.middle.rindex("\n") :])
+    return replace(shape, comma=', "')
+
+
+class StyleBook:
+    """Remember, per situation, the styles seen last. Shared by all requests of a target."""
+
+    def __init__(self) -> None:
+        self._learned: dict[str, list[CallStyle]] = {}
+
+    def ranked(self, key: str, prompt: str) -> list[tuple[CallStyle, float]]:
+        """List styles with their chances: learned ones first (most recent best), then the prompt's defaults."""
+        learned = self._learned.get(key, [])
+        styles = [*learned, *(s for s in default_styles(prompt) if s not in learned)]
+        first = 0.9 if learned else 0.4
+        rest = (1 - first) / max(1, len(styles) - 1)
+        return [(style, first if index == 0 else rest) for index, style in enumerate(styles)]
+
+    def learn(self, key: str, prompt: str, scanner: CallScanner) -> None:
+        """Take note of a finished output."""
+        learned = self._learned.setdefault(key, [])
+        style = learn_style(scanner, learned[0] if learned else default_styles(prompt)[0])
+        if style is not None:
+            self._learned[key] = [style, *(s for s in learned if s != style)][:LEARNED_KEPT]

@@ -1,0 +1,93 @@
+"""Render messages and tools into a prompt with the target's own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ooospec.chat.schema import openai_tools, prose_tools, read_tools
+from ooospec.core import Tool
+from ooospec.errors import UsageError
+
+Message = Mapping[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ChatTokenizer(Protocol):
+    """The part of a transformers tokenizer that renders chats."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A request as everything after the front door sees it."""
+
+    prompt: str
+    tools: tuple[Tool, ...]
+    messages: tuple[Message, ...]
+    """Without a prose tool list, which `tools` holds."""
+    style_key: str
+
+
+_TOOL_PROMPT = """You may call one or more functions to assist with the user query.
+
+Functions, as JSON:
+{tools}
+
+For each function call return a JSON object with the function's name and arguments:
+{{"name": <function-name>, "arguments": <args-json-object>}}"""
+
+
+def check_messages(messages: Any) -> tuple[Message, ...]:
+    """Return the messages, or raise UsageError saying which one is wrong."""
+    if isinstance(messages, str):
+        return ({"role": "user", "content": messages},)
+    if not isinstance(messages, Sequence) or not messages:
+        raise UsageError(f"Messages must be a non-empty list of {{role, content}}; got {type(messages).__name__}.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
+            raise UsageError(f"Message {index}: role must be one of {', '.join(ROLES)}; got {role!r}.")
+    return tuple(messages)
+
+
+def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> Conversation:
+    """Render a request and read its tools, from `tools` or from the prose of a system prompt.
+
+    A template that knows no tools (SmolLM2) gets them in a system message. Raises UsageError or ToolsError.
+    """
+    checked = check_messages(messages)
+    known = read_tools(tools)
+    plain: tuple[Message, ...] = checked
+    kind = "template"
+    rendered = list(checked)
+    if known:
+        if "tools" not in str(tokenizer.chat_template or ""):
+            rendered = _with_tool_prompt(rendered, openai_tools(tools))
+            kind = "listed"
+    elif checked[0]["role"] in ("system", "developer"):
+        known, rest = prose_tools(str(checked[0].get("content") or ""))
+        if known:
+            plain = ({**checked[0], "content": rest}, *checked[1:])
+            kind = "prose"
+    prompt = tokenizer.apply_chat_template(
+        rendered,
+        tools=openai_tools(tools) if kind == "template" and known else None,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    return Conversation(str(prompt), known, plain, kind if known else "none")
+
+
+def _with_tool_prompt(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    listing = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = _TOOL_PROMPT.format(tools=listing)
+    if messages[0]["role"] in ("system", "developer"):
+        return [{**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

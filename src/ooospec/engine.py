@@ -1,0 +1,105 @@
+"""The decode loop: propose -> candidate tree -> verify -> commit. One for all methods; a method is a list of proposers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ooospec.core import BONUS, Commit, DecodeContext, Proposer, TopTokens
+from ooospec.errors import ContextLengthError
+from ooospec.stopping import Limits
+from ooospec.target.model import TargetModel
+from ooospec.tree import Cost, build_tree
+from ooospec.verify import Chooser, accept
+
+TOP_SUCCESSORS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How large a candidate tree may be: `max_nodes` with the root; with `cost`, only what pays by measured time."""
+
+    max_nodes: int = 64
+    cost: Cost | None = None
+
+
+def decode(
+    target: TargetModel,
+    context: DecodeContext,
+    output: list[int],
+    proposers: Sequence[Proposer],
+    chooser: Chooser,
+    limits: Limits,
+    budget: Budget,
+    *,
+    prefill_chunk: int = 256,
+    salt: str = "",
+    clock: float | None = None,
+) -> Iterator[Commit]:
+    """Decode one request, a commit a round. `output` is `context.output_ids`, which this loop alone appends to.
+
+    The first round's tree hangs on the last prompt token and shares its forward pass with the last chunk of the
+    prompt, so a hint that is there by then saves even that token. `clock` is `time.perf_counter()` at arrival.
+    Raises ContextLengthError when the prompt leaves no room for an answer.
+    """
+    clock = time.perf_counter() if clock is None else clock
+    limits = _fit(limits, len(context.prompt_ids), target.context_length)
+    lead = list(context.prompt_ids[target.begin(context.prompt_ids, salt) : -1])
+    root, number, finish = context.prompt_ids[-1], 0, None
+    for proposer in proposers:
+        proposer.begin(context)
+    while len(lead) > prefill_chunk:
+        target.prefill(lead[:prefill_chunk])
+        lead = lead[prefill_chunk:]
+    try:
+        while finish is None:
+            start = time.perf_counter()
+            room = limits.max_new_tokens - len(output) - 1
+            drafts = [draft for proposer in proposers for draft in proposer.propose()]
+            tree = build_tree(root, drafts, budget.max_nodes, budget.cost, max_depth=room)
+            proposed = time.perf_counter()
+            logits = target.verify(tree, lead)
+            accepted = accept(tree, logits, chooser)
+            target.commit(tree, accepted.path)
+            verified = time.perf_counter()
+
+            new = [tree.tokens[node] for node in accepted.path[1:]] + [accepted.bonus]
+            kept, finish = limits.cut(context.codec, output, new)
+            output += new[:kept]
+            top = None
+            if any(getattr(proposer, "wants_top", False) for proposer in proposers):
+                top = TopTokens(tree.tokens, logits.topk(TOP_SUCCESSORS).indices.cpu().numpy())
+            commit = Commit(
+                tokens=tuple(new[:kept]),
+                sources=(*(tree.sources[node] for node in accepted.path[1:]), BONUS)[:kept],
+                round=number,
+                drafted=len(tree) - 1,
+                propose_ms=(proposed - start) * 1e3,
+                verify_ms=(verified - proposed) * 1e3,
+                lead_tokens=len(lead),
+                start_ms=(start - clock) * 1e3,
+                top=top,
+                prompt_state=target.last_hidden[0].astype(np.float32) if number == 0 else None,
+                finish_reason=finish,
+            )
+            for proposer in proposers:
+                proposer.observe(commit)
+            yield commit
+            root, lead, number = accepted.bonus, [], number + 1
+    finally:
+        for proposer in proposers:
+            proposer.end()
+        target.end([*context.prompt_ids, *output])
+
+
+def _fit(limits: Limits, prompt: int, context: int) -> Limits:
+    """Clip the token limit to what the context leaves."""
+    if prompt < 1 or prompt >= context:
+        raise ContextLengthError(
+            f"The prompt has {prompt} tokens; this target takes 1 to {context - 1}. "
+            "Shorten the messages or tools, or choose a target with a longer context."
+        )
+    return replace(limits, max_new_tokens=max(1, min(limits.max_new_tokens, context - prompt)))

@@ -1,0 +1,120 @@
+"""Draft tool calls from the schema, and from the sidecar's hint as far as it has come.
+
+Without a hint this is ToolSpec's schema drafting, driven by the committed text instead of a round counter. With one,
+the same drafter knows the values: the hint bank of OoO-Spec (one view per call style, re-anchored every round).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ooospec.chat.codec import TextCodec, TextStream
+from ooospec.chat.drafter import END, Guess, Piece, continuations
+from ooospec.chat.scanner import CallScanner
+from ooospec.chat.style import CallStyle, StyleBook
+from ooospec.core import Commit, DecodeContext, Draft, Hint, SlotHint, Tool
+
+MAX_DRAFTS = 12
+MAX_DRAFT_TOKENS = 160
+INSIDE = 0.96
+"""Chance that a piece goes on after its first token was right."""
+
+
+class CallProposer:
+    """Propose continuations of the call being written. `poll` returns the hint as it stands, without waiting."""
+
+    name = "calls"
+    wants_top = False
+
+    def __init__(self, book: StyleBook, poll: Callable[[], Hint | None] | None = None) -> None:
+        self.book, self._poll = book, poll
+
+    def begin(self, context: DecodeContext) -> None:
+        """Start a request."""
+        if not isinstance(context.codec, TextCodec):
+            raise TypeError(f"CallProposer needs a TextCodec; got {type(context.codec).__name__}")
+        self._context, self._codec = context, context.codec
+        self._prompt = context.codec.decode(context.prompt_ids)
+        self._styles = self.book.ranked(context.style_key, self._prompt)
+        self._scanner = CallScanner()
+        self._stream: TextStream = context.codec.stream()
+        self._committed = list(context.prompt_ids[-8:])
+
+    def propose(self) -> list[Draft]:
+        """Offer the hinted call in each style the committed text allows, then what the schema alone says."""
+        if not self._context.tools:
+            return []
+        hint = self._poll() if self._poll is not None else None
+        drafts: list[Draft] = []
+        if hint is not None and (hint.function is not None or hint.slots):
+            drafts += self._drafts("hint", _hinted(hint, self._context.tools), 6)
+        return drafts + self._drafts("schema", _uninformed(self._context.tools), MAX_DRAFTS - len(drafts))
+
+    def _drafts(self, source: str, guess: Guess, count: int) -> list[Draft]:
+        drafts: dict[tuple[int, ...], Draft] = {}
+        for pieces in _by_chance(self._scanner, self._styles, guess):
+            draft = self._tokenize(pieces, source)
+            if draft.tokens:
+                drafts.setdefault(draft.tokens, draft)
+            if len(drafts) >= count:
+                break
+        return list(drafts.values())
+
+    def _tokenize(self, pieces: Sequence[Piece], source: str) -> Draft:
+        """Turn pieces into tokens with the chance of each."""
+        ids, starts = self._codec.continue_with(self._committed, "".join(piece.text for piece in pieces))
+        bounds, position = [], 0
+        for piece in pieces:
+            bounds.append((position, piece.chance))
+            position += len(piece.text)
+        chances, at = [], 0
+        for end in [*starts[1:], position]:
+            opened: float | None = None
+            while at < len(bounds) and bounds[at][0] < end:
+                opened = (1.0 if opened is None else opened) * bounds[at][1]
+                at += 1
+            chances.append(INSIDE if opened is None else opened)
+        if pieces and pieces[-1] is END:
+            ids, chances = [*ids, self._codec.eos_id], [*chances, END.chance]
+        return Draft(tuple(ids[:MAX_DRAFT_TOKENS]), source, tuple(chances[: len(ids)][:MAX_DRAFT_TOKENS]))
+
+    def observe(self, commit: Commit) -> None:
+        """Read on in the committed text."""
+        self._committed = [*self._committed, *commit.tokens][-8:]
+        self._scanner.feed(self._stream.push(t for t in commit.tokens if t not in self._codec.eos_ids))
+
+    def end(self) -> None:
+        """Learn the style of the output for later requests."""
+        self.book.learn(self._context.style_key, self._prompt, self._scanner)
+
+
+def _by_chance(
+    scanner: CallScanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess
+) -> Iterator[list[Piece]]:
+    """Yield continuations over all styles, the opening's chance weighted by the style's."""
+    for style, weight in styles:
+        for pieces in continuations(scanner, style, guess):
+            if pieces and not scanner.text:
+                yield [Piece(pieces[0].text, pieces[0].chance * weight), *pieces[1:]]
+            elif pieces:
+                yield pieces
+
+
+def _uninformed(tools: Sequence[Tool]) -> Guess:
+    share = 1 / len(tools)
+    return Guess([(tool, share) for tool in tools], lambda tool, slot: None)
+
+
+def _hinted(hint: Hint, tools: Sequence[Tool]) -> Guess:
+    """Rank the tools as the hint does; tools it does not name keep a small chance, so that their slots can serve."""
+    chances = {tool.name: 0.01 for tool in tools}
+    if hint.function is not None:
+        chances |= dict(zip(hint.function.names, hint.function.confidences, strict=True))
+    elif len(tools) == 1:
+        chances[tools[0].name] = 0.95
+    ranked = sorted(tools, key=lambda tool: -chances[tool.name])
+
+    def values(tool: str, slot: str) -> SlotHint | None:
+        return hint.slots.get((tool, slot))
+
+    return Guess([(tool, chances[tool.name]) for tool in ranked], values)

@@ -1,0 +1,129 @@
+"""ToolSpec's retrieval (arXiv 2604.13519): copy from the outputs of similar earlier requests, the prompt and the output.
+
+Suffixes of 7 to 5 tokens; the first four matches give candidates of 32, 16, 8 and 8 tokens. Similarity is the cosine
+of the target's last hidden state at the prompt's end. Unlike the released code, matching covers the whole prompt and
+drafts share one trie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ooospec.core import Commit, DecodeContext, Draft
+
+SUFFIXES = (7, 6, 5)
+LENGTHS = (32, 16, 8, 8)
+NEIGHBOURS = 10
+FIRST_CHANCE = {7: 0.7, 6: 0.65, 5: 0.55}
+
+
+class RetrievalMemory:
+    """Earlier outputs with the prompt states they came from; a ring of at most `capacity` requests."""
+
+    def __init__(self, capacity: int = 2048) -> None:
+        self.capacity = capacity
+        self._states: list[NDArray[np.float32]] = []
+        self._outputs: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def add(self, state: NDArray[np.float32], output: Sequence[int]) -> None:
+        """Store one finished request; the oldest goes when the memory is full."""
+        self._states.append(state / (np.linalg.norm(state) or 1.0))
+        self._outputs.append(list(output))
+        if len(self._outputs) > self.capacity:
+            del self._states[0], self._outputs[0]
+
+    def nearest(self, state: NDArray[np.float32], count: int = NEIGHBOURS) -> list[list[int]]:
+        """Return the outputs of the `count` most similar requests, most similar first."""
+        if not self._outputs:
+            return []
+        similarity = np.stack(self._states) @ (state / (np.linalg.norm(state) or 1.0))
+        return [self._outputs[i] for i in np.argsort(-similarity, kind="stable")[:count]]
+
+
+class SuffixIndex:
+    """Find earlier occurrences of the newest tokens by hashing n-grams as they come, newest occurrence first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, tokens: Sequence[int], separate: bool = False) -> None:
+        """Append tokens; `separate` first puts a break that no n-gram crosses."""
+        if separate:
+            self.tokens.append(-1)
+        for token in tokens:
+            self.tokens.append(token)
+            gram = tuple(self.tokens[-self.size :])
+            if len(gram) == self.size and -1 not in gram:
+                self._ends.setdefault(gram, []).append(len(self.tokens))
+
+    def after_matches(self, count: int) -> list[int]:
+        """Return where the text goes on after earlier occurrences of the newest n-gram, newest first."""
+        ends = self._ends.get(tuple(self.tokens[-self.size :]), [])
+        return [end for end in ends[::-1] if end < len(self.tokens)][:count]
+
+    def read(self, start: int, length: int) -> list[int]:
+        """Read up to `length` tokens, stopping at a break."""
+        found = self.tokens[start : start + length]
+        return found[: found.index(-1)] if -1 in found else found
+
+
+class Retrieval:
+    """Propose what followed earlier occurrences of the newest tokens."""
+
+    name = "retrieval"
+    wants_top = False
+
+    def __init__(self, memory: RetrievalMemory) -> None:
+        self.memory = memory
+        self._context: DecodeContext | None = None
+        self._state: NDArray[np.float32] | None = None
+        self._indexes: list[SuffixIndex] = []
+
+    def begin(self, context: DecodeContext) -> None:
+        """Start a request with the prompt alone; neighbours join once the prompt's state is known."""
+        self._context, self._state = context, None
+        self._build([])
+
+    def _build(self, neighbours: list[list[int]]) -> None:
+        assert self._context is not None
+        self._indexes = [SuffixIndex(size) for size in SUFFIXES]
+        for index in self._indexes:
+            for output in neighbours[::-1]:  # the most similar last: newest matches are offered first
+                index.extend(output, separate=True)
+            index.extend(self._context.prompt_ids, separate=True)
+            index.extend(self._context.output_ids)
+
+    def propose(self) -> list[Draft]:
+        """Offer up to four continuations of the longest suffix that occurred before."""
+        for index in self._indexes:
+            starts = index.after_matches(len(LENGTHS))
+            drafts = [index.read(start, length) for start, length in zip(starts, LENGTHS, strict=False)]
+            if any(drafts):
+                first = FIRST_CHANCE[index.size]
+                return [Draft.uniform(d, self.name, first / (rank + 1), 0.9) for rank, d in enumerate(drafts) if d]
+        return []
+
+    def observe(self, commit: Commit) -> None:
+        """Extend the searched text; look up the neighbours when the prompt's state arrives."""
+        if commit.prompt_state is not None:
+            self._state = commit.prompt_state
+            neighbours = self.memory.nearest(commit.prompt_state)
+            if neighbours:
+                self._build(neighbours)
+                return
+        for index in self._indexes:
+            index.extend(commit.tokens)
+
+    def end(self) -> None:
+        """Remember the output for later requests."""
+        if self._context is not None and self._state is not None and self._context.output_ids:
+            self.memory.add(self._state, self._context.output_ids)
+        self._context, self._indexes = None, []

@@ -1,0 +1,151 @@
+"""The questions of a wave as branches of one tree, and what becomes of their answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ooospec.chat.codec import TextCodec
+from ooospec.sidecar.prompt import slot_question
+from ooospec.sidecar.protocol import ToolSlot
+
+MAX_ANSWER_TOKENS = 48
+MAX_CHOICES = 24
+_STRING_END = re.compile(r'(?<!\\)(?:\\\\)*"')
+_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+@dataclass(slots=True)
+class Trie:
+    """Token paths that share prefixes under one root; node 0 is the root."""
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    _children: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, path: Sequence[int], start: int = 0) -> list[int]:
+        """Add a path below node `start`; return the nodes along it."""
+        nodes, node = [], start
+        for token in path:
+            child = self._children.get((node, token))
+            if child is None:
+                child = len(self.tokens)
+                self._children[node, token] = child
+                self.tokens.append(token)
+                self.parents.append(node)
+            node = child
+            nodes.append(node)
+        return nodes
+
+    def ancestors(self, node: int) -> list[int]:
+        """List the node and everything above it, root first."""
+        line = []
+        while node >= 0:
+            line.append(node)
+            node = self.parents[node]
+        return line[::-1]
+
+
+def answer_kind(slot: ToolSlot) -> str:
+    """Say how a slot is answered: scored (choices), string, number, or json (anything else)."""
+    if slot.choices and len(slot.choices) <= MAX_CHOICES:
+        return "scored"
+    if set(slot.types) == {"string"}:
+        return "string"
+    if slot.types and set(slot.types) <= {"integer", "number"}:
+        return "number"
+    return "json"
+
+
+_FORCED = {"string": ' "', "array": " [", "object": " {", "number": " ", "json": ""}
+
+
+@dataclass(slots=True)
+class Branch:
+    """One slot's question and, once decoding goes on, its answer."""
+
+    tool: int
+    slot: int
+    kind: str
+    spec: ToolSlot
+    forced: str
+    """Text put before the answer, which holds it to the slot's type."""
+    colon: int = -1
+    """Node where the value begins: its logits weigh `null` against a value."""
+    end: int = -1
+    """Node after which decoding goes on."""
+    opening: int = -1
+    """First token of the forced text, or -1."""
+    null: int = -1
+    """First token of `null` in the value's place."""
+    options: list[list[int]] = field(default_factory=list)
+    """Scored kinds: the nodes of every choice."""
+    answer: list[int] = field(default_factory=list)
+    log_chance: float = 0.0
+    seen: list[int] = field(default_factory=list)
+    """KV slots that the next token may see besides the prefix."""
+    position: int = 0
+
+    @classmethod
+    def plant(cls, trie: Trie, codec: TextCodec, tool: tuple[int, str], slot: tuple[int, ToolSlot]) -> Branch:
+        """Add the question for a slot to the trie."""
+        spec = slot[1]
+        kind = answer_kind(spec)
+        forced = _FORCED.get(spec.types[0], "") if kind == "json" and len(spec.types) == 1 else _FORCED.get(kind, "")
+        branch = cls(tool[0], slot[0], kind, spec, forced)
+        question = slot_question(tool[1], spec.name)
+        asked = codec.encode(question)
+        nodes = trie.add(asked)
+        branch.colon = branch.end = nodes[-1]
+        branch.null = codec.encode(question + " null")[len(asked)]
+        if kind == "scored":
+            for choice in spec.choices:
+                text = codec.encode(f"{question} {json.dumps(choice, ensure_ascii=False)}")
+                branch.options.append(trie.add(text[len(asked) :], nodes[-1]) if text[: len(asked)] == asked else [])
+        elif forced:
+            opening = codec.encode(question + forced)
+            if opening[: len(asked)] == asked and len(opening) > len(asked):
+                branch.opening = opening[len(asked)]
+                branch.end = trie.add(opening[len(asked) :], nodes[-1])[-1]
+        return branch
+
+    def finish(self, codec: TextCodec) -> tuple[bool, Any]:
+        """Say whether the answer is complete, and its value (None while it is not, or if it is no JSON)."""
+        text = codec.decode(self.answer)
+        if self.kind == "string":
+            closing = _STRING_END.search(text)
+            if closing is not None:
+                return True, _loads(f'"{text[: closing.end()]}')
+            if len(self.answer) >= MAX_ANSWER_TOKENS:
+                return True, _loads(f'"{text}"')
+            return False, None
+        whole = self.forced + text
+        if self.kind == "number":
+            number = _NUMBER.match(whole)
+            done = number is not None and number.end() < len(whole) or len(self.answer) >= MAX_ANSWER_TOKENS
+            return done, _loads(number[0]) if done and number is not None else None
+        return self._finish_json(whole)
+
+    def _finish_json(self, text: str) -> tuple[bool, Any]:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text.lstrip())
+        except ValueError:
+            return len(self.answer) >= MAX_ANSWER_TOKENS, None
+        closed = end < len(text.lstrip()) or isinstance(value, list | dict | str)
+        return closed or len(self.answer) >= MAX_ANSWER_TOKENS, value
+
+    @property
+    def chance(self) -> float:
+        """Probability the model gives to the whole answer."""
+        return math.exp(self.log_chance)
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None

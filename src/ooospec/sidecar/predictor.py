@@ -1,0 +1,240 @@
+"""The packed wave: one prefix, every question a branch under a block mask, one forward pass a step for all of them.
+
+Argument questions do not see the function's answer: that is what makes it one wave (arXiv 2608.00814). Tools that the
+first pass makes unlikely are dropped from later steps, and inventories too large for one pass are asked for the
+function first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ooospec.chat.codec import TextCodec
+from ooospec.sidecar.branches import Branch, Trie
+from ooospec.sidecar.prompt import QUESTION_HEAD, chat_messages
+from ooospec.sidecar.protocol import Function, SlotValue, Submit
+from ooospec.target.loading import LoadedModel
+from ooospec.target.model import TargetModel
+from ooospec.target.prefix_cache import PrefixCache
+
+PREFILL_CHUNK = 256
+TOP_FUNCTIONS = 3
+_NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
+
+
+@dataclass(slots=True)
+class WaveStats:
+    """What a wave cost."""
+
+    prefill_ms: float = 0.0
+    wave_ms: float = 0.0
+    steps: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Log-probabilities after some nodes of a trie whose node i sits in KV slot `base + i`."""
+
+    trie: Trie
+    base: int
+    rows: dict[int, Tensor]
+
+    def log_chance(self, nodes: Iterable[int]) -> float:
+        """Sum the log-probability of every node given its parent."""
+        return sum(float(self.rows[self.trie.parents[node]][self.trie.tokens[node]]) for node in nodes)
+
+
+class WavePredictor:
+    """Answers all questions about a request with a causal LM."""
+
+    def __init__(self, loaded: LoadedModel, max_first_nodes: int = 192, min_tool_chance: float = 0.05) -> None:
+        self.loaded, self.codec = loaded, loaded.codec
+        self.max_first_nodes, self.min_tool_chance = max_first_nodes, min_tool_chance
+        self.model = TargetModel(loaded.model, PrefixCache(1 << 29))
+        self.stats = WaveStats()
+        self._numeric = _numeric_tokens(self.codec).to(loaded.model.device)
+
+    def wave(self, request: Submit) -> Iterator[Function | SlotValue | None]:
+        """Yield answers as they become known, and None between forward passes so that the caller can look up."""
+        start = time.perf_counter()
+        stats = self.stats = WaveStats()
+        prefix = self._prefix_ids(request)
+        stats.cached_tokens = self.model.begin(prefix)
+        try:
+            lead = prefix[stats.cached_tokens : -1]
+            while lead:
+                self.model.prefill(lead[:PREFILL_CHUNK])
+                lead = lead[PREFILL_CHUNK:]
+                yield None
+            stats.prefill_ms = (time.perf_counter() - start) * 1e3
+            yield from self._ask(request, prefix[-1])
+        finally:
+            self.model.end(prefix)
+            stats.wave_ms = (time.perf_counter() - start) * 1e3
+
+    def timings(self) -> tuple[int, int, int]:
+        """Return (prefill_ms, wave_ms, steps) of the last wave."""
+        return round(self.stats.prefill_ms), round(self.stats.wave_ms), self.stats.steps
+
+    def _prefix_ids(self, request: Submit) -> list[int]:
+        messages = chat_messages(request.tools, request.dialogue)
+        text = self.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.codec.encode(str(text))
+
+    def _ask(self, request: Submit, root: int) -> Iterator[Function | SlotValue | None]:
+        everything = range(len(request.tools))
+        trie, names, branches = self._plant(request, root, everything)
+        if len(trie.tokens) > self.max_first_nodes:  # too many questions for one pass: the function alone first
+            trie, names, branches = self._plant(request, root, ())
+        first = self._pass(trie, names, branches)
+        chances = _softmax([first.log_chance(nodes) for nodes in names])
+        best = sorted(everything, key=lambda tool: -chances[tool])[:TOP_FUNCTIONS]
+        yield Function(request.request, tuple(best), tuple(_percent(chances[tool]) for tool in best))
+        likely = [tool for tool in sorted(everything, key=lambda t: -chances[t]) if chances[tool] >= self.min_tool_chance]
+        if not branches:
+            self.model.cache.set_length(first.base)
+            trie, _, branches = self._plant(request, root, likely)
+            if branches:
+                first = self._pass(trie, [], branches)
+        live = [branch for branch in branches if branch.tool in likely]
+        yield from self._answer(request, live, first)
+
+    def _plant(
+        self, request: Submit, root: int, tools: Sequence[int]
+    ) -> tuple[Trie, list[list[int]], list[Branch]]:
+        """Put the function question and the slot questions of `tools` into one trie."""
+        trie = Trie([root])
+        names = [trie.add(self.codec.encode(f'{QUESTION_HEAD}{tool.name}", "')) for tool in request.tools]
+        branches = [
+            Branch.plant(trie, self.codec, (tool, request.tools[tool].name), (index, slot))
+            for tool in tools
+            for index, slot in enumerate(request.tools[tool].slots)
+        ]
+        return trie, names, branches
+
+    def _pass(self, trie: Trie, names: list[list[int]], branches: list[Branch]) -> _Pass:
+        """Run the model over the trie; keep the rows that scores and next tokens need."""
+        scored = [node for nodes in names for node in nodes]
+        scored += [node for branch in branches for nodes in branch.options for node in nodes]
+        wanted = {trie.parents[node] for node in scored}
+        wanted |= {node for branch in branches for node in (branch.colon, branch.end)}
+        rows = sorted(wanted)
+        base, size = self.model.cache.length, len(trie.tokens)
+        visible = np.ones((size, base + size), dtype=np.bool_)
+        visible[:, base:] = np.eye(size, dtype=np.bool_)
+        depths = [0] * size
+        for node in range(1, size):
+            parent = trie.parents[node]
+            visible[node, base:] |= visible[parent, base:]
+            depths[node] = depths[parent] + 1
+        logits = self.model.forward(trie.tokens, [base + depth for depth in depths], visible, keep=rows)
+        for branch in branches:
+            line = trie.ancestors(branch.end)
+            branch.seen, branch.position = [base + node for node in line], base + len(line)
+        self.stats.steps += 1
+        return _Pass(trie, base, dict(zip(rows, torch.log_softmax(logits.float(), -1), strict=True)))
+
+    # ------------------------------------------------------------------ answers
+
+    def _answer(self, request: Submit, live: list[Branch], first: _Pass) -> Iterator[SlotValue | None]:
+        dialogue = "\n".join(turn.text for turn in request.dialogue)
+        decoding = []
+        for branch in live:
+            if branch.kind == "scored":
+                yield self._choose(request, branch, first, dialogue)
+            elif self._says_null(branch, first.rows[branch.colon]):
+                yield SlotValue(request.request, branch.tool, branch.slot, 50, None, False)
+            else:
+                self._take(branch, first.rows[branch.end])
+                decoding.append(branch)
+        while decoding:
+            still = []
+            for branch in decoding:
+                done, value = branch.finish(self.codec)
+                if not done:
+                    still.append(branch)
+                elif value is not None:
+                    yield _slot_value(request, branch, value, branch.chance, dialogue)
+            decoding = still
+            if decoding:
+                yield None
+                for branch, row in zip(decoding, self._step(decoding, first.base), strict=True):
+                    self._take(branch, row)
+
+    def _choose(self, request: Submit, branch: Branch, first: _Pass, dialogue: str) -> SlotValue:
+        chances = _softmax([first.log_chance(nodes) if nodes else -math.inf for nodes in branch.options])
+        best = max(range(len(chances)), key=chances.__getitem__)
+        return _slot_value(request, branch, branch.spec.choices[best], chances[best], dialogue)
+
+    def _says_null(self, branch: Branch, row: Tensor) -> bool:
+        return not branch.spec.required and branch.opening >= 0 and bool(row[branch.null] > row[branch.opening])
+
+    def _take(self, branch: Branch, row: Tensor) -> None:
+        """Append the likeliest next token; a number begins with a digit or a sign."""
+        if branch.kind == "number" and not branch.answer:
+            allowed = torch.zeros_like(row, dtype=torch.bool)
+            allowed[: len(self._numeric)] = self._numeric[: len(row)]
+            row = row.masked_fill(~allowed, -math.inf).log_softmax(-1)
+        token = int(row.argmax())
+        branch.answer.append(token)
+        branch.log_chance += float(row[token])
+
+    def _step(self, branches: list[Branch], base: int) -> Tensor:
+        """Advance all branches by their newest token; log-probabilities of the next. [B, V]"""
+        start, size = self.model.cache.length, len(branches)
+        visible = np.zeros((size, start + size), dtype=np.bool_)
+        visible[:, :base] = True
+        for row, branch in enumerate(branches):
+            branch.seen.append(start + row)
+            visible[row, branch.seen] = True
+        logits = self.model.forward([b.answer[-1] for b in branches], [b.position for b in branches], visible, keep=size)
+        for branch in branches:
+            branch.position += 1
+        self.stats.steps += 1
+        return torch.log_softmax(logits.float(), -1)
+
+
+def _slot_value(request: Submit, branch: Branch, value: Any, chance: float, dialogue: str) -> SlotValue:
+    """Publish an answer; zero-shot models fill every optional slot, so one that nobody mentioned is left out."""
+    present = branch.spec.required or is_mentioned(value, dialogue)
+    shown = value if present else None
+    return SlotValue(request.request, branch.tool, branch.slot, _percent(chance), shown, present)
+
+
+def is_mentioned(value: Any, dialogue: str) -> bool:
+    """Tell whether a value stands in the dialogue, letters' case aside."""
+    if isinstance(value, bool) or value is None:
+        return False
+    if isinstance(value, list):
+        return bool(value) and all(is_mentioned(part, dialogue) for part in value)
+    if isinstance(value, dict):
+        return bool(value) and all(is_mentioned(part, dialogue) for part in value.values())
+    text = value if isinstance(value, str) else json.dumps(value)
+    return bool(text) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", dialogue, re.IGNORECASE) is not None
+
+
+def _percent(chance: float) -> int:
+    return max(1, min(99, round(chance * 100)))
+
+
+def _softmax(values: Sequence[float]) -> list[float]:
+    top = max(values, default=0.0)
+    weights = [math.exp(value - top) if top > -math.inf else 1.0 for value in values]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _numeric_tokens(codec: TextCodec) -> Tensor:
+    """Mark the ids that can begin a number. [V]"""
+    texts = codec.token_texts()
+    return torch.tensor([bool(_NUMERIC.fullmatch(text)) or text.strip() == "-" for text in texts], dtype=torch.bool)

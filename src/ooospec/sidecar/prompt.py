@@ -1,0 +1,61 @@
+"""What the sidecar reads and is asked: compact tool signatures, the dialogue, and one question a slot.
+
+Every question is the beginning of a call that the model would go on with, so an instruct model answers it zero-shot:
+`{"name": "` for the function, `{"name": "T", "arguments": {"S":` for slot S of tool T.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ooospec.sidecar.protocol import ToolSignature, ToolSlot, Turn
+
+MAX_DESCRIPTION = 160
+INTRODUCTION = "Answer with one function call as JSON. Functions:\n"
+QUESTION_HEAD = '{"name": "'
+
+
+def _short(text: str, limit: int = MAX_DESCRIPTION) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _type(slot: ToolSlot) -> str:
+    if slot.choices:
+        return "|".join(json.dumps(choice, ensure_ascii=False) for choice in slot.choices[:12])
+    return "|".join(slot.types) or "any"
+
+
+def signature(tool: ToolSignature) -> str:
+    """Write a tool as a signature with one line a slot."""
+    lines = [f"{tool.name}: {_short(tool.description)}"]
+    for slot in tool.slots:
+        optional = "" if slot.required else "?"
+        lines.append(f"  {slot.name}{optional}: {_type(slot)} - {_short(slot.description)}".rstrip(" -"))
+    return "\n".join(lines)
+
+
+def chat_messages(tools: Sequence[ToolSignature], dialogue: Sequence[Turn]) -> list[dict[str, str]]:
+    """Build the chat that is the wave's shared prefix: signatures first, so that they can be cached over requests."""
+    system = INTRODUCTION + "\n".join(signature(tool) for tool in tools)
+    messages = [{"role": "system", "content": system}]
+    for turn in dialogue:
+        role = turn.role if turn.role in ("user", "assistant") else "user"
+        if not turn.text:
+            continue
+        if messages[-1]["role"] == role:
+            messages[-1]["content"] += "\n" + turn.text
+        else:
+            messages.append({"role": role, "content": turn.text})
+    return messages
+
+
+def slot_question(tool: str, slot: str) -> str:
+    """Write the beginning of a call up to the colon of the slot's key."""
+    return f'{QUESTION_HEAD}{tool}", "arguments": {{{json.dumps(slot, ensure_ascii=False)}:'
+
+
+def string_text(value: str) -> str:
+    """Return the JSON text of a string without its quotes."""
+    return json.dumps(value, ensure_ascii=False)[1:-1]

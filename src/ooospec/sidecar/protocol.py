@@ -1,0 +1,103 @@
+"""Messages between the engine's process and the sidecar's: MessagePack over ZeroMQ, the same on one machine and across.
+
+A client (DEALER) sends Submit and Cancel; the sidecar (ROUTER) answers with Welcome, then for each request with
+Function and Slot messages as they become known, and Done. No token ids cross: both sides have tokenizers of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+
+
+class ToolSlot(msgspec.Struct, frozen=True, array_like=True):
+    """A slot as the sidecar needs it."""
+
+    name: str
+    types: tuple[str, ...]
+    required: bool
+    description: str
+    choices: tuple[Any, ...]
+
+
+class ToolSignature(msgspec.Struct, frozen=True, array_like=True):
+    """A tool as the sidecar needs it."""
+
+    name: str
+    description: str
+    slots: tuple[ToolSlot, ...]
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """One message of the dialogue, as plain text."""
+
+    role: str
+    text: str
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Ask for a Welcome."""
+
+    version: int = VERSION
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """Start a wave."""
+
+    request: int
+    tools: tuple[ToolSignature, ...]
+    dialogue: tuple[Turn, ...]
+    version: int = VERSION
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Stop a wave whose answers are no longer wanted."""
+
+    request: int
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """Say who answers."""
+
+    model: str
+    version: int = VERSION
+
+
+class Function(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    """The function choice: indices of tools and their chances in percent, best first."""
+
+    request: int
+    tools: tuple[int, ...]
+    percents: tuple[int, ...]
+
+
+class SlotValue(msgspec.Struct, frozen=True, array_like=True, tag="s", omit_defaults=True):
+    """The value of one slot with its chance in percent; `present` False = leave it out."""
+
+    request: int
+    tool: int
+    slot: int
+    percent: int
+    value: Any = None
+    present: bool = True
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done", omit_defaults=True):
+    """The wave is over. `error` is empty when it went well."""
+
+    request: int
+    prefill_ms: int = 0
+    wave_ms: int = 0
+    steps: int = 0
+    error: str = ""
+
+
+ToSidecar = Hello | Submit | Cancel
+FromSidecar = Welcome | Function | SlotValue | Done
+
+encoder = msgspec.msgpack.Encoder()
+to_sidecar = msgspec.msgpack.Decoder(ToSidecar)
+from_sidecar = msgspec.msgpack.Decoder(FromSidecar)

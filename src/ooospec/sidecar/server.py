@@ -1,0 +1,160 @@
+"""The sidecar's process: one thread, one wave at a time, answers sent as they become known.
+
+Started by an engine (`python -m ooospec.sidecar.server`, ends when its standard input closes) or by hand
+(`ooospec sidecar`), the same protocol either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from ooospec.sidecar import protocol
+from ooospec.sidecar.process import READY
+from ooospec.sidecar.protocol import Cancel, Done, FromSidecar, Function, Hello, SlotValue, Submit, Welcome
+
+
+class Predictor(Protocol):
+    """What the server asks: yields answers, and None where it may look up."""
+
+    def wave(self, request: Submit) -> Iterator[Function | SlotValue | None]:
+        """Answer a request."""
+
+    def timings(self) -> tuple[int, int, int]:
+        """Return (prefill_ms, wave_ms, steps) of the last wave."""
+
+
+@dataclass(slots=True)
+class _Job:
+    client: bytes
+    request: Submit
+    answers: Iterator[Function | SlotValue | None]
+
+
+class SidecarServer:
+    """Serves one predictor to any number of clients; requests are answered in the order they came."""
+
+    def __init__(self, predictor: Predictor, model: str, socket: zmq.Socket[bytes]) -> None:
+        self.predictor, self.model, self.socket = predictor, model, socket
+        self._queue: deque[tuple[bytes, Submit]] = deque()
+        self._job: _Job | None = None
+        self.bad_messages = 0
+
+    def serve(self) -> None:
+        """Answer until the process ends."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take what has arrived, waiting only when there is nothing to do, and advance the current wave a step."""
+        idle = self._job is None and not self._queue
+        while self.socket.poll(None if idle else 0):
+            client, *parts = self.socket.recv_multipart()
+            self._receive(client, parts[-1] if parts else b"")
+            idle = False
+        if self._job is None and self._queue:
+            client, request = self._queue.popleft()
+            self._job = _Job(client, request, self.predictor.wave(request))
+        if self._job is not None:
+            self._advance(self._job)
+
+    def _receive(self, client: bytes, data: bytes) -> None:
+        try:
+            message = protocol.to_sidecar.decode(data)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            self.bad_messages += 1
+            return
+        if isinstance(message, Hello):
+            self._send(client, Welcome(self.model))
+        elif isinstance(message, Submit):
+            self._queue.append((client, message))
+        else:
+            self._cancel(client, message)
+
+    def _cancel(self, client: bytes, message: Cancel) -> None:
+        self._queue = deque(entry for entry in self._queue if (entry[0], entry[1].request) != (client, message.request))
+        if self._job is not None and (self._job.client, self._job.request.request) == (client, message.request):
+            self._finish(self._job, "cancelled")
+
+    def _advance(self, job: _Job) -> None:
+        try:
+            for answer in job.answers:
+                if answer is None:
+                    return
+                self._send(job.client, answer)
+        except Exception as error:  # a fault in one wave must not end the service
+            self._finish(job, f"{type(error).__name__}: {error}"[:200])
+            return
+        self._finish(job, "")
+
+    def _finish(self, job: _Job, error: str) -> None:
+        job.answers.close()  # type: ignore[attr-defined]  # a generator
+        prefill, wave, steps = self.predictor.timings()
+        self._send(job.client, Done(job.request.request, prefill, wave, steps, error))
+        self._job = None
+
+    def _send(self, client: bytes, message: FromSidecar) -> None:
+        self.socket.send_multipart([client, protocol.encoder.encode(message)])
+
+
+def bind(address: str) -> tuple[zmq.Socket[bytes], str]:
+    """Bind a ROUTER socket; port `*` takes a free one. Returns the socket and the address it got."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.bind(address)
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _end_with_parent() -> None:
+    """Leave when the parent's end of standard input closes, however the parent ended."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a sidecar."""
+    parser = argparse.ArgumentParser(prog="python -m ooospec.sidecar.server")
+    parser.add_argument("--path", type=Path, required=True, help="model folder")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--adapter", default=None)
+    parser.add_argument("--address", default="tcp://127.0.0.1:*")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cores", default="", help="comma-separated CPU numbers to stay on")
+    parser.add_argument("--supervised", action="store_true", help="end when standard input closes")
+    options = parser.parse_args(arguments)
+    if options.supervised:
+        _end_with_parent()
+    if options.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
+    socket, address = bind(options.address)
+    sys.stdout.write(f"{READY}{address}\n")
+    sys.stdout.flush()
+
+    import torch
+
+    from ooospec.sidecar.predictor import WavePredictor
+    from ooospec.target.loading import load_model
+
+    torch.set_num_threads(options.threads)
+    loaded = load_model(options.path, options.name, options.dtype, options.device, adapter=options.adapter)
+    SidecarServer(WavePredictor(loaded), options.name, socket).serve()
+
+
+if __name__ == "__main__":
+    main()

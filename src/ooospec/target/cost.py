@@ -1,0 +1,77 @@
+"""The target's verify cost: milliseconds of one forward pass over 1, 2, 4, .. tokens, measured once and cached."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ooospec.target.model import TargetModel
+from ooospec.tree import CandidateTree
+
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+PREFIX_TOKENS = 384
+REPEATS = 3
+
+
+class CostCurve(msgspec.Struct, frozen=True):
+    """Measured cost of a verify pass: `ms[i]` for `widths[i]` tokens, made monotonic."""
+
+    widths: tuple[int, ...]
+    ms: tuple[float, ...]
+
+    def __call__(self, width: int) -> float:
+        """Interpolate the cost of `width` tokens; beyond the last point it rises as between the last two."""
+        right = min(max(1, bisect.bisect_left(self.widths, width)), len(self.widths) - 1)
+        x0, x1, y0, y1 = self.widths[right - 1], self.widths[right], self.ms[right - 1], self.ms[right]
+        return y0 + (y1 - y0) * (width - x0) / (x1 - x0)
+
+
+def measure_cost(target: TargetModel, progress: Callable[[int, int], None] | None = None) -> CostCurve:
+    """Time verify passes on a prefix of 384 tokens; the median of three each. Uses the target's cache."""
+    target.begin([0])
+    target.prefill([i % 997 for i in range(PREFIX_TOKENS)])
+    times: list[float] = []
+    for step, width in enumerate(WIDTHS):
+        tree = CandidateTree(tuple(range(width)), tuple(range(-1, width - 1)), ("",) * width)
+        runs = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            target.verify(tree).argmax(-1).tolist()
+            runs.append((time.perf_counter() - start) * 1e3)
+            target.commit(tree, [0])
+        times.append(max(statistics.median(runs), *times[-1:]) if times else statistics.median(runs))
+        if progress is not None:
+            progress(step + 1, len(WIDTHS))
+    target.end([])
+    return CostCurve(WIDTHS, tuple(round(t, 3) for t in times))
+
+
+def cached_cost(
+    path: Path, key: str, target: TargetModel, progress: Callable[[int, int], None] | None = None
+) -> CostCurve:
+    """Read the curve of `key` from the file, or measure and store it. An unreadable file is measured anew."""
+    try:
+        curves = msgspec.json.decode(path.read_bytes(), type=dict[str, CostCurve])
+    except (OSError, msgspec.DecodeError):
+        curves = {}
+    if key in curves:
+        return curves[key]
+    curve = measure_cost(target, progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode({**curves, key: curve})))
+    temporary.replace(path)
+    return curve
+
+
+def cost_key(name: str, dtype: str, device: str) -> str:
+    """Name the conditions that a curve depends on."""
+    where = torch.cuda.get_device_name() if device.startswith("cuda") else f"{device}, {torch.get_num_threads()} threads"
+    return f"{name}, {dtype}, {where}, torch {torch.__version__}"

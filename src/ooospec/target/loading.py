@@ -1,0 +1,81 @@
+"""Load a transformers model and its tokenizer from a folder, ready for tree verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ooospec.chat.codec import TextCodec
+from ooospec.errors import UsageError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with everything that belongs to it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+    codec: TextCodec
+    dtype: str
+    device: str
+
+
+def default_device() -> str:
+    """Return the accelerator torch sees, else the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Turn a dtype's name into torch's; raises UsageError."""
+    if name not in DTYPES:
+        raise UsageError(f"Unknown dtype {name!r}; choose one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """List the model's end-of-sequence ids, the usual one first."""
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        if value is not None:
+            return list(value) if isinstance(value, list | tuple) else [int(value)]
+    return []
+
+
+def load_model(
+    path: Path, name: str, dtype: str = "bfloat16", device: str | None = None, adapter: str | None = None
+) -> LoadedModel:
+    """Load the model in folder `path`, with a peft adapter merged into it. Raises UsageError for an unknown dtype."""
+    torch_dtype, device = parse_dtype(dtype), device or default_device()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa")
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    if adapter:
+        model = _with_adapter(model, adapter)
+    model = model.to(device).eval()
+    codec = TextCodec(tokenizer.backend_tokenizer, eos_ids(model, tokenizer))
+    return LoadedModel(name, model, tokenizer, codec, dtype, device)
+
+
+def _with_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise UsageError(f"No adapter at {adapter!r}: a folder with adapter_config.json and its weights is needed.")
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except RuntimeError as error:
+        raise UsageError(f"Adapter {adapter!r} does not fit {model.config.model_type}: {str(error)[:200]}") from error

@@ -1,0 +1,131 @@
+"""The only module that calls a transformers model. Batch size one.
+
+Shapes: P = cached prefix, L = lead (prompt tokens not cached yet, before the root), T = tree nodes, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ooospec.errors import UnsupportedModelError
+from ooospec.target.kv_cache import TreeCache, slot_tensor
+from ooospec.target.prefix_cache import PrefixCache
+from ooospec.tree import CandidateTree
+
+
+class TreeModel:
+    """A causal LM whose forward pass takes explicit positions and visibility, over a cache that can forget."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if model.config._attn_implementation != "sdpa":
+            raise UnsupportedModelError(
+                f"{type(model).__name__} was loaded with attention {model.config._attn_implementation!r}; load it with "
+                "attn_implementation='sdpa' (eager adds a boolean mask to the scores instead of applying it)."
+            )
+        self.model = model
+        self.device = model.device
+        self.cache = TreeCache.empty(model.config)
+        self.threads: Callable[[], int] | None = None
+        """Asked before every forward pass for the number of CPU threads to use."""
+        # transformers 5.24 renames the argument and drops the old name in 5.40
+        self._cache_name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        self._last_hidden: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._remember_hidden)
+
+    def _remember_hidden(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._last_hidden = args[0]
+
+    @property
+    def last_hidden(self) -> NDArray[np.float32]:
+        """Hidden states that the last forward pass gave to the output layer. [rows kept, H]"""
+        assert self._last_hidden is not None
+        hidden: NDArray[np.float32] = self._last_hidden[0].float().cpu().numpy()
+        return hidden
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int] | None = None,
+        visible: NDArray[np.bool_] | None = None,
+        keep: int | Sequence[int] = 0,
+    ) -> Tensor:
+        """Append `tokens` to the cache; return the logits of the last `keep` (0 = all) or of the listed ones. [keep, V]
+
+        Without `positions` and `visible` [len(tokens), P + len(tokens)] the tokens continue the cache causally.
+        """
+        if self.threads is not None and (wanted := self.threads()) != torch.get_num_threads():
+            torch.set_num_threads(wanted)
+        kwargs: dict[str, Any] = {self._cache_name: self.cache}
+        if positions is not None:
+            kwargs["position_ids"] = torch.tensor([list(positions)], device=self.device)
+        if visible is not None:
+            kwargs["attention_mask"] = torch.from_numpy(visible)[None, None].to(self.device)
+        ids = torch.tensor([list(tokens)], device=self.device)
+        rows = keep if isinstance(keep, int) else torch.tensor(list(keep), device=self.device)
+        logits: Tensor = self.model(input_ids=ids, use_cache=True, logits_to_keep=rows, **kwargs).logits
+        return logits[0]
+
+
+class TargetModel(TreeModel):
+    """The model whose output is reproduced: prefills, verifies candidate trees, keeps what was committed."""
+
+    def __init__(self, model: PreTrainedModel, prefix_cache: PrefixCache | None = None) -> None:
+        super().__init__(model)
+        self.prefix_cache = prefix_cache
+        self.salt = ""
+        self.cached_tokens = 0
+        """Prompt tokens of the current request that came from the prefix cache."""
+
+    @property
+    def context_length(self) -> int:
+        """Largest number of positions the model was made for."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
+
+    def begin(self, prompt_ids: Sequence[int], salt: str = "") -> int:
+        """Start a request; return how many prompt tokens the prefix cache supplied (always leaves the last one)."""
+        self.salt = salt
+        found = self.prefix_cache.take(prompt_ids, salt) if self.prefix_cache is not None else None
+        self.cache = found or TreeCache.empty(self.model.config)
+        self.cached_tokens = min(self.cache.length, len(prompt_ids) - 1)
+        self.cache.set_length(self.cached_tokens)
+        return self.cached_tokens
+
+    def end(self, ids: Sequence[int]) -> None:
+        """Hand the cache to the prefix cache; `ids` are the prompt and the output that was kept."""
+        if self.prefix_cache is not None:
+            self.cache.set_length(min(self.cache.length, len(ids)))
+            self.prefix_cache.put(ids, self.cache, self.salt)
+        self.cache = TreeCache.empty(self.model.config)
+
+    def prefill(self, ids: Sequence[int]) -> None:
+        """Cache one chunk of the prompt."""
+        self.forward(ids, keep=1)
+
+    def verify(self, tree: CandidateTree, lead: Sequence[int] = ()) -> Tensor:
+        """Run one forward pass over the rest of the prompt and the tree; return the logits of every node. [T, V]"""
+        prefix, before, size = self.cache.length, len(lead), len(tree)
+        if tree.is_chain():
+            return self.forward([*lead, *tree.tokens], keep=size)
+        total = before + size
+        visible = np.ones((total, prefix + total), dtype=np.bool_)
+        visible[:, prefix:] = np.tri(total, dtype=np.bool_)
+        visible[before:, prefix + before :] = tree.ancestor_mask()
+        positions = [*range(prefix, prefix + before), *(prefix + before + d for d in tree.depths())]
+        return self.forward([*lead, *tree.tokens], positions, visible, keep=size)
+
+    def commit(self, tree: CandidateTree, path: Sequence[int]) -> None:
+        """Keep the accepted root-to-node `path` of the tree that was just verified and forget the rest."""
+        start = self.cache.length - len(tree)
+        if list(path) == list(range(len(path))):  # the best branch was right so far: its slots are in order already
+            self.cache.set_length(start + len(path))
+        else:
+            self.cache.keep(start, slot_tensor([start + node for node in path], self.device))

@@ -1,0 +1,132 @@
+"""The candidate tree: drafts merged by common prefix, pruned to what pays. Imports no torch.
+
+Tree verification after SpecInfer (arXiv 2305.09781); the pruning rule is this project's own: keep the nodes
+that maximise expected committed tokens per unit of measured verify time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ooospec.core import Draft
+
+Cost = Callable[[int], float]
+"""Time of one verify pass over a number of tokens, in any unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTree:
+    """Candidate continuations in depth-first order, best branch first.
+
+    Node 0 is the root: the last committed token, whose KV entry is not cached yet. `parents[i] < i`,
+    `parents[0] == -1`. `sources[i]` names the proposer that offered node i first.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    sources: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def depths(self) -> list[int]:
+        """Distance of every node from the root. [T]"""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """Row i is true at i and at every ancestor of i. [T, T]"""
+        mask = np.eye(len(self), dtype=np.bool_)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+    def is_chain(self) -> bool:
+        """Tell whether the tree has a single branch (then a causal mask is enough)."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def children(self) -> dict[tuple[int, int], int]:
+        """Map (parent node, token) to the child node."""
+        return {(p, t): node for node, (p, t) in enumerate(zip(self.parents, self.tokens, strict=True)) if p >= 0}
+
+
+@dataclass(slots=True)
+class _Node:
+    token: int
+    source: str
+    chance: float
+    children: dict[int, _Node]
+    kept: bool = False
+
+
+def _merge(root: int, drafts: Iterable[Draft], max_depth: int | None) -> _Node:
+    """Merge drafts into a trie; a node's chance is the best that any draft gives its whole path."""
+    top = _Node(root, "", 1.0, {})
+    for draft in drafts:
+        node, chance = top, 1.0
+        for token, step in list(zip(draft.tokens, draft.probabilities, strict=True))[:max_depth]:
+            chance *= step
+            child = node.children.get(token)
+            if child is None:
+                child = node.children[token] = _Node(token, draft.source, chance, {})
+            elif chance > child.chance:
+                child.chance = chance
+            node = child
+    return top
+
+
+def _select(top: _Node, max_nodes: int, cost: Cost | None) -> None:
+    """Mark the nodes to keep: by falling chance, up to the size with the most expected tokens per cost.
+
+    Chances never rise along a path, so every prefix of the order is closed under taking parents, and it holds
+    the largest expected acceptance length of its size.
+    """
+    order: list[_Node] = []
+    gains = [1.0]
+    tick = 0
+    heap: list[tuple[float, int, _Node]] = []
+    node = top
+    while len(order) < max_nodes - 1:
+        for child in node.children.values():
+            tick += 1
+            heapq.heappush(heap, (-min(child.chance, node.chance), tick, child))
+        if not heap:
+            break
+        _, _, node = heapq.heappop(heap)
+        order.append(node)
+        gains.append(gains[-1] + node.chance)
+    size = len(order)
+    if cost is not None and order:
+        size = max(range(len(gains)), key=lambda n: gains[n] / cost(n + 1))
+    for node in order[:size]:
+        node.kept = True
+
+
+def build_tree(
+    root: int, drafts: Sequence[Draft], max_nodes: int, cost: Cost | None = None, max_depth: int | None = None
+) -> CandidateTree:
+    """Merge `drafts` under the last committed token `root`.
+
+    At most `max_nodes` nodes (root included), none deeper than `max_depth`, are kept; with `cost`, only as many as raise the expected number of
+    committed tokens per unit of cost.
+    """
+    top = _merge(root, drafts, max_depth)
+    _select(top, max_nodes, cost)
+    tokens, parents, sources = [], [], []
+    stack: list[tuple[_Node, int]] = [(top, -1)]
+    while stack:
+        node, parent = stack.pop()
+        tokens.append(node.token)
+        parents.append(parent)
+        sources.append(node.source)
+        kept = sorted((c for c in node.children.values() if c.kept), key=lambda c: c.chance)
+        stack.extend((child, len(tokens) - 1) for child in kept)
+    return CandidateTree(tuple(tokens), tuple(parents), tuple(sources))

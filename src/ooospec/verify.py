@@ -1,0 +1,79 @@
+"""Acceptance: follow the target's own choices down the candidate tree.
+
+Greedy: the longest path the target would have taken. Sampling: draw at each node from the target's processed
+distribution and follow the branch that was drawn, one draw per committed token, so that the output has exactly the
+distribution of plain sampling (and with one seed, the same tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ooospec.tree import CandidateTree
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The accepted root-to-node path and the bonus token after it."""
+
+    path: tuple[int, ...]
+    bonus: int
+
+
+class Chooser(Protocol):
+    """Decide the target's next token from its logits."""
+
+    def prepare(self, logits: Tensor) -> None:
+        """Take the logits of all nodes. [T, V]"""
+
+    def choose(self, node: int) -> int:
+        """Return the token after `node`; called once per committed token, in output order."""
+
+
+class Greedy:
+    """Choose the token with the largest logit."""
+
+    def prepare(self, logits: Tensor) -> None:
+        """Take the logits of all nodes. [T, V]"""
+        self._best: Sequence[int] = logits.argmax(-1).tolist()
+
+    def choose(self, node: int) -> int:
+        """Return the most likely token after `node`."""
+        return self._best[node]
+
+
+class Sampler:
+    """Draw from softmax(logits / temperature), in float64, with a generator of its own."""
+
+    def __init__(self, temperature: float, seed: int) -> None:
+        if temperature <= 0:
+            raise ValueError(f"temperature must be above 0 to sample (0 is greedy decoding); got {temperature}")
+        self.temperature = temperature
+        self._random = torch.Generator().manual_seed(seed)
+
+    def prepare(self, logits: Tensor) -> None:
+        """Take the logits of all nodes. [T, V]"""
+        self._logits = logits
+
+    def choose(self, node: int) -> int:
+        """Draw the token after `node`."""
+        chances = torch.softmax(self._logits[node].double().cpu() / self.temperature, -1)
+        return int(torch.multinomial(chances, 1, generator=self._random))
+
+
+def accept(tree: CandidateTree, logits: Tensor, chooser: Chooser) -> Acceptance:
+    """Walk down the tree while the target's choice is among the children. `logits` [T, V]."""
+    chooser.prepare(logits)
+    children = tree.children()
+    path = [0]
+    while True:
+        token = chooser.choose(path[-1])
+        child = children.get((path[-1], token))
+        if child is None:
+            return Acceptance(tuple(path), token)
+        path.append(child)
