@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,14 +35,14 @@ def decode(
     limits: Limits,
     budget: Budget,
     *,
-    prefill_chunk: int = 256,
+    prefill_chunk: Callable[[], int] = lambda: 512,
     salt: str = "",
     clock: float | None = None,
 ) -> Iterator[Commit]:
     """Decode one request, a commit a round. `output` is `context.output_ids`, which this loop alone appends to.
 
     The first round's tree hangs on the last prompt token and shares its forward pass with the last chunk of the
-    prompt, so a hint that is there by then saves even that token. `clock` is `time.perf_counter()` at arrival.
+    prompt, so a hint that is there by then saves even that token. `prefill_chunk` is asked before every chunk. `clock` is `time.perf_counter()` at arrival.
     Raises ContextLengthError when the prompt leaves no room for an answer.
     """
     clock = time.perf_counter() if clock is None else clock
@@ -51,9 +51,9 @@ def decode(
     root, number, finish = context.prompt_ids[-1], 0, None
     for proposer in proposers:
         proposer.begin(context)
-    while len(lead) > prefill_chunk:
-        target.prefill(lead[:prefill_chunk])
-        lead = lead[prefill_chunk:]
+    while len(lead) > (chunk := prefill_chunk()):
+        target.prefill(lead[:chunk])
+        lead = lead[chunk:]
     try:
         while finish is None:
             start = time.perf_counter()

@@ -31,6 +31,8 @@ from ooospec.target.prefix_cache import PrefixCache
 from ooospec.verify import Chooser, Greedy, Sampler
 
 READY_TIMEOUT_S = 120.0
+CHUNK_BUSY, CHUNK_IDLE = 64, 512
+"""Prompt tokens per prefill pass while the sidecar works, and when it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,11 @@ class Decoder:
         mailbox.poll()
         return self.placement.target_busy if mailbox.working else self.placement.target_idle
 
+    def _prefill_chunk(self) -> int:
+        """Choose small chunks while the sidecar works, to take its cores back soon after it ends."""
+        mailbox = self._mailbox
+        return CHUNK_BUSY if mailbox is not None and mailbox.working else CHUNK_IDLE
+
     # ------------------------------------------------------------------ requests
 
     def stream(self, messages: Any, tools: Any = None, **options: Any) -> Iterator[Commit]:
@@ -240,6 +247,24 @@ class Decoder:
         for _ in request.run():
             pass
         return request.result()
+
+    @property
+    def sidecar_name(self) -> str:
+        """Name of the sidecar's model; empty without one."""
+        return self._client.model if self._client is not None else ""
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """Faults of the sidecar, counted by kind."""
+        return dict(self._client.warnings) if self._client is not None else {}
+
+    def top_gap(self, ids: Sequence[int]) -> tuple[float, float]:
+        """Return (difference of the two largest logits after `ids`, the largest), by one plain forward pass."""
+        tokens = torch.tensor([list(ids)], device=self.loaded.model.device)
+        with torch.inference_mode():
+            logits = self.loaded.model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[0, -1]
+        best = logits.float().topk(2).values.tolist()
+        return best[0] - best[1], best[0]
 
     def close(self) -> None:
         """End the sidecar that this decoder started and let go of its connection."""
@@ -301,7 +326,7 @@ class _Request:
         try:
             for commit in decode(
                 decoder.target, context, self.output, sources, self.chooser, self.limits, self.budget,
-                salt=self.salt, clock=self.clock,
+                prefill_chunk=decoder._prefill_chunk, salt=self.salt, clock=self.clock,
             ):  # fmt: skip
                 self.total_ms = (time.perf_counter() - self.clock) * 1e3
                 self.cached_tokens = decoder.target.cached_tokens
@@ -327,7 +352,6 @@ class _Request:
         scanner = CallScanner()
         scanner.feed(text)
         calls = tuple(ToolCall(*found) for found in scanner.finished()) if self.conversation.tools else ()
-        client = self.decoder._client
         return Generation(
             calls=calls,
             text=text,
@@ -338,7 +362,7 @@ class _Request:
             cached_tokens=self.cached_tokens,
             total_ms=self.total_ms,
             hint=self._hint_report(),
-            warnings=dict(client.warnings) if client is not None else {},
+            warnings=self.decoder.warnings,
         )
 
     def _hint_report(self) -> HintReport | None:

@@ -1,0 +1,229 @@
+"""The `ooospec` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
+from ooospec.console import clean_errors, progress_bars
+from ooospec.errors import ToolsError, UsageError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Faster tool calls, with exactly the same output.")
+models_app = typer.Typer(no_args_is_help=True, help="Embedded models and where they are.")
+app.add_typer(models_app, name="models")
+
+Target = Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")]
+Sidecar = Annotated[str, typer.Option(help="Sidecar: a model as for --target, `none`, or tcp://host:port of a running one.")]
+Adapter = Annotated[str | None, typer.Option(help="Folder of a peft adapter for the sidecar.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
+PlacementName = Annotated[str, typer.Option(help="shared: all cores for everything; split: half of them each.")]
+
+
+def _placement(name: str) -> Any:
+    from ooospec.runtime import Placement
+
+    makers = {"shared": Placement.shared, "split": Placement.split}
+    if name not in makers:
+        raise UsageError(f"Unknown placement {name!r}; choose one of {', '.join(makers)}.")
+    return makers[name]()
+
+
+def _decoder(target: str, sidecar: str, **options: Any) -> Any:
+    from ooospec.runtime import Decoder
+
+    options["placement"] = _placement(options.pop("placement", "shared"))
+    with progress_bars() as progress:
+        return Decoder(target, None if sidecar == "none" else sidecar, progress=progress, **options)
+
+
+def _read_json(path: Path, what: str) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"No file {str(path)!r} for {what}; give the path of an existing JSON file.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ToolsError(f"{path} is not JSON ({error}); {what} must be a JSON list.") from None
+
+
+@app.command()
+@clean_errors
+def generate(
+    message: Annotated[list[str], typer.Option(help="The user's message; give it again for more user turns.")],
+    tools: Annotated[Path | None, typer.Option(help="JSON file with a list of tools in OpenAI form.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    target: Target = DEFAULT_TARGET,
+    sidecar: Sidecar = DEFAULT_SIDECAR,
+    adapter: Adapter = None,
+    method: Annotated[str, typer.Option(help="ar, lookup, toolspec or ooo.")] = "ooo",
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for temperature above 0.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_NEW_TOKENS,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
+    placement: PlacementName = "shared",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Answer one request."""
+    from ooospec.chat.schema import read_tools
+    from ooospec.methods import proposers, Memory
+
+    proposers(method, Memory())  # a wrong name is told before models are loaded
+    listed = _read_json(tools, "tools") if tools is not None else None
+    read_tools(listed)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": "user", "content": text} for text in message]
+    needs_sidecar = sidecar if method == "ooo" else "none"
+    with _decoder(target, needs_sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
+        result = decoder.generate(
+            messages, listed, method=method, temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, stop=stop or ()
+        )
+    if as_json:
+        sys.stdout.write(json.dumps(result.to_dict(), ensure_ascii=False) + "\n")
+        return
+    sys.stdout.write(result.text.strip() + "\n")
+    sys.stderr.write(
+        f"{len(result.output_ids)} tokens in {result.num_rounds} rounds, {result.total_ms / 1e3:.2f} s "
+        f"(prefill {result.prefill_ms / 1e3:.2f} s); by source: {result.accepted_by_source}\n"
+    )
+
+
+@app.command()
+@clean_errors
+def demo(
+    target: Target = DEFAULT_TARGET,
+    sidecar: Sidecar = DEFAULT_SIDECAR,
+    adapter: Adapter = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    placement: PlacementName = "shared",
+    data: Annotated[Path | None, typer.Option(help="Folder with bfcl/: adds requests of that benchmark.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Requests taken from BFCL, where it is there.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Also write the timeline as a self-contained page.")] = None,
+) -> None:
+    """Run AR, ToolSpec and OoO-Spec back to back on real requests and show what happened when."""
+    from ooospec.demo.run import run_demo
+
+    if html is not None and not html.absolute().parent.is_dir():
+        raise UsageError(f"No folder {str(html.absolute().parent)!r} for --html; create it first.")
+    with _decoder(target, sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
+        if run_demo(Console(), decoder, data, limit, html):
+            raise typer.Exit(1)
+
+
+@app.command()
+@clean_errors
+def verify(
+    target: Target = DEFAULT_TARGET,
+    sidecar: Sidecar = DEFAULT_SIDECAR,
+    adapter: Adapter = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    placement: PlacementName = "shared",
+    benchmark: Annotated[str, typer.Option(help="examples, api_bank or bfcl.")] = "examples",
+    data: Annotated[Path | None, typer.Option(help="Folder with the benchmark's data.")] = None,
+    limit: Annotated[int, typer.Option(min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="Chooses and orders the requests.")] = 0,
+    methods: Annotated[str, typer.Option(help="Comma-separated methods to compare with ar.")] = "lookup,toolspec,ooo",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_NEW_TOKENS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare outputs with and without speculation, token by token."""
+    from ooospec.demo.verify import run_verify
+
+    chosen = [name.strip() for name in methods.split(",") if name.strip()]
+    options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": placement}
+    ok = run_verify(
+        lambda: _decoder(target, sidecar if "ooo" in chosen else "none", **options),
+        benchmark, data, limit, seed, chosen, max_new_tokens, as_json,
+    )  # fmt: skip
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+@clean_errors
+def doctor(
+    target: Target = DEFAULT_TARGET,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    fresh: Annotated[bool, typer.Option(help="Measure the cost curve again.")] = False,
+) -> None:
+    """Show versions, device, models and the target's measured verify cost."""
+    from ooospec.demo.doctor import run_doctor
+
+    run_doctor(Console(), lambda: _decoder(target, "none", dtype=dtype, device=device), fresh)
+
+
+@app.command()
+@clean_errors
+def sidecar(
+    model: Annotated[str, typer.Option(help="Model as for --target.")] = DEFAULT_SIDECAR,
+    adapter: Adapter = None,
+    address: Annotated[str, typer.Option(help="Address to listen on.")] = "tcp://127.0.0.1:7777",
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Serve a sidecar for engines on this or other machines (no authentication: trusted networks only)."""
+    from ooospec.models.resolver import resolve_model
+    from ooospec.sidecar.server import main as serve
+
+    with progress_bars() as progress:
+        path = resolve_model(model, progress)
+    arguments = ["--path", str(path), "--name", model, "--address", address, "--dtype", dtype, "--threads", str(threads)]
+    for flag, value in (("--adapter", adapter), ("--device", device)):
+        arguments += [flag, value] if value else []
+    serve(arguments)
+
+
+@models_app.command("list")
+@clean_errors
+def models_list() -> None:
+    """List the embedded models and whether they are here."""
+    from ooospec.models.catalogue import catalogue
+    from ooospec.models.resolver import converted_folder
+
+    table = Table(box=None)
+    for heading in ("name", "hub id", "download", "here", "licence", "note"):
+        table.add_column(heading)
+    for name, entry in catalogue().items():
+        here = "yes" if converted_folder(name).is_dir() else "no"
+        table.add_row(name, entry.hub, f"{entry.bytes / 1e6:.0f} MB", here, entry.license, entry.note)
+    Console().print(table)
+
+
+@models_app.command("pull")
+@clean_errors
+def models_pull(names: Annotated[list[str], typer.Argument(help="Names of models.")]) -> None:
+    """Fetch and convert models."""
+    from ooospec.models.resolver import resolve_model
+
+    for name in names:
+        with progress_bars() as progress:
+            path = resolve_model(name, progress)
+        sys.stdout.write(f"{path}\n")
+
+
+@models_app.command("path")
+@clean_errors
+def models_path(name: str) -> None:
+    """Print the folder of a model, fetching it first if it is not here."""
+    models_pull([name])
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

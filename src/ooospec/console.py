@@ -1,0 +1,62 @@
+"""What the command line shares: progress bars, and errors as one line with exit code 2."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ooospec.errors import OooSpecError
+
+P = ParamSpec("P")
+
+SOURCE_COLOURS = {
+    "hint": "green3", "schema": "deep_sky_blue1", "retrieval": "medium_purple1", "recycling": "orange3",
+    "lookup": "gold1", "target": "grey62",
+}  # fmt: skip
+"""Colour of a committed token by where it came from."""
+
+
+class ProgressBars:
+    """Draws one bar per kind of work on standard error."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, what: str, done: float, total: float) -> None:
+        """Show that `done` of `total` units of `what` are finished."""
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done)
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[ProgressBars]:
+    """Draw progress while the block runs."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=False) as progress:
+        yield ProgressBars(progress)
+
+
+def clean_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn the package's errors, and those of files and disks, into one line on standard error and exit code 2."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except (OooSpecError, OSError) as error:
+            sys.stderr.write(f"ooospec: {error}\n")
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            sys.stderr.write("ooospec: interrupted\n")
+            raise typer.Exit(130) from None
+
+    return run
