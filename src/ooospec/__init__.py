@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from ooospec.core import Commit, Draft, Hint, Proposer, SlotHint, Tool, ToolCall
     from ooospec.errors import OooSpecError, UsageError
     from ooospec.models.resolver import resolve_model
-    from ooospec.runtime import Decoder, Generation, Placement
+    from ooospec.generation import Generation
+    from ooospec.placement import Placement
+    from ooospec.runtime import Decoder
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Commit": "core", "Draft": "core", "Hint": "core", "Proposer": "core", "SlotHint": "core", "Tool": "core",
     "ToolCall": "core", "OooSpecError": "errors", "UsageError": "errors", "resolve_model": "models.resolver",
-    "Decoder": "runtime", "Generation": "runtime", "Placement": "runtime",
+    "Decoder": "runtime", "Generation": "generation", "Placement": "placement",
 }  # fmt: skip
 __all__ = [
     "Commit", "Decoder", "Draft", "Generation", "Hint", "OooSpecError", "Placement", "Proposer", "SlotHint", "Tool",

@@ -28,7 +28,7 @@ PlacementName = Annotated[str, typer.Option(help="shared: all cores for everythi
 
 
 def _placement(name: str) -> Any:
-    from ooospec.runtime import Placement
+    from ooospec.placement import Placement
 
     makers = {"shared": Placement.shared, "split": Placement.split}
     if name not in makers:
@@ -107,15 +107,18 @@ def demo(
     placement: PlacementName = "shared",
     data: Annotated[Path | None, typer.Option(help="Folder with bfcl/: adds requests of that benchmark.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Requests taken from BFCL, where it is there.")] = 3,
+    prefix: Annotated[str, typer.Option(help="warm: tools and system prompt are cached, as in servers; cold: nothing is.")] = "warm",
     html: Annotated[Path | None, typer.Option(help="Also write the timeline as a self-contained page.")] = None,
 ) -> None:
     """Run AR, ToolSpec and OoO-Spec back to back on real requests and show what happened when."""
     from ooospec.demo.run import run_demo
 
+    if prefix not in ("warm", "cold"):
+        raise UsageError(f"--prefix must be warm or cold; got {prefix!r}.")
     if html is not None and not html.absolute().parent.is_dir():
         raise UsageError(f"No folder {str(html.absolute().parent)!r} for --html; create it first.")
     with _decoder(target, sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
-        if run_demo(Console(), decoder, data, limit, html):
+        if run_demo(Console(), decoder, data, limit, html, prefix):
             raise typer.Exit(1)
 
 

@@ -4,144 +4,36 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 
 from ooospec.chat.scanner import CallScanner
-from ooospec.chat.template import Conversation, render
+from ooospec.chat.template import Conversation, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
 from ooospec.core import Commit, DecodeContext, Hint, ToolCall
 from ooospec.engine import Budget, decode
+from ooospec.errors import UsageError
+from ooospec.generation import Generation, HintReport
 from ooospec.methods import Memory, proposers
 from ooospec.models.progress import Progress, Silent
 from ooospec.models.resolver import resolve_model
+from ooospec.placement import Placement
 from ooospec.sidecar.client import Mailbox, SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.stopping import Limits
 from ooospec.target.cost import cached_cost, cost_key
 from ooospec.target.loading import LoadedModel, load_model
 from ooospec.target.model import TargetModel
-from ooospec.target.prefix_cache import PrefixCache
+from ooospec.target.prefix_cache import PrefixCache, common_prefix
 from ooospec.verify import Chooser, Greedy, Sampler
 
 READY_TIMEOUT_S = 120.0
 CHUNK_BUSY, CHUNK_IDLE = 64, 512
 """Prompt tokens per prefill pass while the sidecar works, and when it does not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """CPU threads: the target's while the sidecar works and when it does not, and the sidecar's."""
-
-    target_busy: int
-    target_idle: int
-    sidecar: int
-
-    @classmethod
-    def shared(cls, cores: int | None = None) -> Placement:
-        """Everything on one device: the sidecar borrows cores while its wave runs."""
-        cores = cores or psutil.cpu_count(logical=False) or os.cpu_count() or 1
-        sidecar = max(1, cores // 4)
-        return cls(max(1, cores - sidecar), cores, sidecar)
-
-    @classmethod
-    def split(cls, cores: int | None = None) -> Placement:
-        """Target and sidecar own half of the cores each, always: stands for two devices."""
-        half = max(1, (cores or psutil.cpu_count(logical=False) or 2) // 2)
-        return cls(half, half, half)
-
-
-@dataclass(frozen=True, slots=True)
-class HintReport:
-    """What became of a request's hint."""
-
-    ready_round: int | None
-    """First round that could use the function choice; None = it never came in time."""
-    ready_ms: float | None
-    complete_ms: float | None
-    payload_bytes: int
-    function: str | None
-    slots: Mapping[str, Any]
-    """Predicted arguments of the predicted function."""
-    prefill_ms: int = 0
-    wave_ms: int = 0
-    steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One finished request."""
-
-    calls: tuple[ToolCall, ...]
-    text: str
-    output_ids: tuple[int, ...]
-    finish_reason: str
-    rounds: tuple[Commit, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    total_ms: float
-    hint: HintReport | None = None
-    warnings: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def num_rounds(self) -> int:
-        """Verify passes, the one that ends the prefill included."""
-        return len(self.rounds)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens committed per round, the bonus token included."""
-        return len(self.output_ids) / max(1, len(self.rounds))
-
-    @property
-    def prefill_ms(self) -> float:
-        """From arrival to the end of the first round, whose pass also caches the prompt's last chunk."""
-        first = self.rounds[0]
-        return first.start_ms + first.propose_ms + first.verify_ms
-
-    @property
-    def decode_ms(self) -> float:
-        """From the end of the first round to the last committed token."""
-        return self.total_ms - self.prefill_ms
-
-    @property
-    def accepted_by_source(self) -> dict[str, int]:
-        """Committed tokens by the proposer whose draft held them; `target` = bonus tokens."""
-        return dict(Counter(source for commit in self.rounds for source in commit.sources))
-
-    @property
-    def tree_nodes(self) -> list[int]:
-        """Drafted nodes of every round."""
-        return [commit.drafted for commit in self.rounds]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the plain form that `--json` prints."""
-        hint = self.hint
-        return {
-            "calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in self.calls],
-            "text": self.text,
-            "output_ids": list(self.output_ids),
-            "finish_reason": self.finish_reason,
-            "num_rounds": self.num_rounds,
-            "acceptance_length": round(self.acceptance_length, 3),
-            "accepted_by_source": self.accepted_by_source,
-            "prefill_ms": round(self.prefill_ms, 1),
-            "decode_ms": round(self.decode_ms, 1),
-            "total_ms": round(self.total_ms, 1),
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "hint": None
-            if hint is None
-            else {name: getattr(hint, name) for name in HintReport.__slots__},
-            "tree_nodes": self.tree_nodes,
-            "warnings": dict(self.warnings),
-        }
 
 
 class Decoder:
@@ -157,6 +49,7 @@ class Decoder:
         sidecar: str | None = DEFAULT_SIDECAR,
         *,
         adapter: str | None = None,
+        sidecar_dtype: str = "auto",
         dtype: str = "bfloat16",
         device: str | None = None,
         placement: Placement | None = None,
@@ -168,14 +61,17 @@ class Decoder:
         progress = progress or Silent()
         self.placement = placement or Placement.shared()
         self._client: SidecarClient | None = None
+        self._warm: tuple[list[int], PrefixCache] | None = None
         self._mailbox: Mailbox | None = None
         if sidecar is not None:
-            self._client = self._reach(sidecar, adapter, dtype, progress)
+            self._client = self._reach(sidecar, adapter, sidecar_dtype, progress)
         try:
             self.loaded = self._load(target, dtype, device, progress)
             self.target = TargetModel(self.loaded.model, PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None)
             if self.loaded.device == "cpu":
                 torch.set_num_threads(self.placement.target_idle)
+                if self.placement.target_cores:
+                    os.sched_setaffinity(0, self.placement.target_cores)
             self.budget = Budget(max_nodes)
             if measured_budget:
                 self.budget = self._measure(max_nodes, progress)
@@ -204,10 +100,9 @@ class Decoder:
         if "://" in sidecar:
             return SidecarClient(address=sidecar)
         path = resolve_model(sidecar, progress)
-        dtype = dtype if dtype != "float32" else "bfloat16"  # the sidecar's precision changes no output
-        return SidecarClient(
-            process=SidecarProcess(SidecarSpec(path, sidecar, adapter, dtype, threads=self.placement.sidecar))
-        )
+        place = self.placement
+        spec = SidecarSpec(path, sidecar, adapter, dtype, threads=place.sidecar, cores=place.sidecar_cores)
+        return SidecarClient(process=SidecarProcess(spec))
 
     def _measure(self, max_nodes: int, progress: Progress) -> Budget:
         key = cost_key(self.loaded.name, self.loaded.dtype, self.loaded.device)
@@ -236,17 +131,45 @@ class Decoder:
         """Decode a request and yield its commits; options as in `generate`."""
         yield from _Request(self, messages, tools, **options).run()
 
-    def generate(self, messages: Any, tools: Any = None, **options: Any) -> Generation:
+    def generate(self, messages: Any, tools: Any = None, *, prefix: str = "auto", **options: Any) -> Generation:
         """Decode a request to its end.
 
         Options: method ("ar", "lookup", "toolspec", "ooo"), max_new_tokens, temperature (0 = greedy), seed, stop
         (strings), salt (prefix caches of different salts never meet), hint (a Hint to use instead of the sidecar).
+        `prefix` sets the condition for measurements: "cold" uses no KV entries of earlier requests, "warm" exactly
+        those of the tools and the system prompt, prefilled before the clock starts; both leave the cache as it was.
         Raises UsageError for input that cannot be decoded; a failing sidecar never raises.
         """
-        request = _Request(self, messages, tools, **options)
-        for _ in request.run():
-            pass
-        return request.result()
+        if prefix not in ("auto", "cold", "warm"):
+            raise UsageError(f"prefix must be auto, cold or warm; got {prefix!r}.")
+        kept, usual = self.target.prefix_cache, prefix == "auto"
+        if not usual:
+            self.target.prefix_cache = self._warm_prefix(messages, tools, **options) if prefix == "warm" else None
+        try:
+            request = _Request(self, messages, tools, fresh=prefix == "cold", **options)
+            for _ in request.run():
+                pass
+            return request.result()
+        finally:
+            self.target.prefix_cache = kept
+
+    def _warm_prefix(self, messages: Any, tools: Any, **options: Any) -> PrefixCache:
+        """Prefill what other requests with these tools and this system prompt share, on the sidecar's side too."""
+        other = [*([] if isinstance(messages, str) else messages[:-1]), {"role": "user", "content": "Hello."}]
+        rendered = [render(self.loaded.tokenizer, m, tools) for m in (messages, other)]
+        ids, other_ids = (self.loaded.codec.encode(conversation.prompt) for conversation in rendered)
+        shared = ids[: common_prefix(ids, other_ids)]
+        if self._warm is None or self._warm[0] != shared:
+            warm = PrefixCache()
+            self.target.prefix_cache = None
+            self.target.begin([*shared, 0])
+            self.target.prefill(shared)
+            warm.put(shared, self.target.cache)
+            warm.read_only = True
+            self._warm = shared, warm
+        if self._client is not None and options.get("method", "ooo") == "ooo" and rendered[1].tools:
+            self._client.submit(rendered[1].tools, [("user", "Hello.")]).wait(READY_TIMEOUT_S)
+        return self._warm[1]
 
     @property
     def sidecar_name(self) -> str:
@@ -296,6 +219,7 @@ class _Request:
         salt: str = "",
         hint: Hint | None = None,
         budget: Budget | None = None,
+        fresh: bool = False,
     ) -> None:
         self.clock = time.perf_counter()
         self.decoder, self.method, self.salt, self.fixed_hint = decoder, method, salt, hint
@@ -303,6 +227,7 @@ class _Request:
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
         self.chooser: Chooser = Sampler(temperature, seed) if temperature > 0 else Greedy()
         self.budget = budget or decoder.budget
+        self.fresh = fresh
         self.output: list[int] = []
         self.commits: list[Commit] = []
         self.mailbox: Mailbox | None = None
@@ -316,7 +241,7 @@ class _Request:
         wanted = self.method == "ooo" and self.fixed_hint is None and conversation.tools
         if decoder._client is not None and wanted:
             turns = [(str(m["role"]), plain_text(m)) for m in conversation.messages]
-            self.mailbox = decoder._client.submit(conversation.tools, turns)
+            self.mailbox = decoder._client.submit(conversation.tools, turns, self.fresh)
         memory = decoder.memories.setdefault(self.method, Memory())
         sources = proposers(self.method, memory, self._poll)
         prompt_ids = decoder.loaded.codec.encode(conversation.prompt)
@@ -378,15 +303,3 @@ class _Request:
             self.ready_round, ready, complete, hint.payload_bytes, function, slots,
             *((wave.prefill_ms, wave.wave_ms, wave.steps) if wave is not None else ()),
         )  # fmt: skip
-
-
-def plain_text(message: Mapping[str, Any]) -> str:
-    """Return what a message says, tool calls and tool results included, for the sidecar to read."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    text = str(content or "")
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", {}) if isinstance(call, Mapping) else {}
-        text += f"\ncall {function.get('name')}: {function.get('arguments')}"
-    return f"result: {text}" if message.get("role") == "tool" else text

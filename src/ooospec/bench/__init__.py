@@ -1,0 +1,1 @@
+"""Benchmarks: data sets, runner and report."""

@@ -145,24 +145,18 @@ _PROSE_TOOL = re.compile(
 )
 
 
-def prose_tools(system: str) -> tuple[tuple[Tool, ...], str]:
-    """Read tools that a system prompt lists as prose (API-Bank); return them and the prompt without the list.
-
-    Returns no tools and the unchanged prompt where the prompt has no such list.
-    """
+def prose_tools(system: str) -> tuple[Tool, ...]:
+    """Read tools that a system prompt lists as prose (API-Bank); empty where it has no such list."""
     start = _PROSE_START.search(system)
     if start is None:
-        return (), system
+        return ()
     end = system.find(_PROSE_END, start.end())
-    body = system[start.end() : end if end >= 0 else len(system)]
     tools = []
-    for match in _PROSE_TOOL.finditer(body):
+    for match in _PROSE_TOOL.finditer(system, start.end(), end if end >= 0 else len(system)):
         try:
             parameters = ast.literal_eval(match["parameters"])
         except (ValueError, SyntaxError):
             continue
         schema = {"type": "object", "properties": parameters, "required": list(parameters)}
         tools.append(Tool(match["name"], match["text"].strip(), _slots(schema)))
-    if not tools:
-        return (), system
-    return tuple(tools), system[: start.start()] + system[start.start() + len(start[0]) + len(body) :]
+    return tuple(tools)

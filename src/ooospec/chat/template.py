@@ -31,7 +31,7 @@ class Conversation:
     prompt: str
     tools: tuple[Tool, ...]
     messages: tuple[Message, ...]
-    """Without a prose tool list, which `tools` holds."""
+    """What was said; without a system prompt that only lists tools as prose, which `tools` holds."""
     style_key: str
 
 
@@ -72,9 +72,9 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> Conver
             rendered = _with_tool_prompt(rendered, openai_tools(tools))
             kind = "listed"
     elif checked[0]["role"] in ("system", "developer"):
-        known, rest = prose_tools(str(checked[0].get("content") or ""))
+        known = prose_tools(str(checked[0].get("content") or ""))
         if known:
-            plain = ({**checked[0], "content": rest}, *checked[1:])
+            plain = checked[1:]
             kind = "prose"
     prompt = tokenizer.apply_chat_template(
         rendered,
@@ -91,3 +91,15 @@ def _with_tool_prompt(messages: list[Message], tools: list[dict[str, Any]]) -> l
     if messages[0]["role"] in ("system", "developer"):
         return [{**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def plain_text(message: Mapping[str, Any]) -> str:
+    """Return what a message says, tool calls and tool results included, for the sidecar to read."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    text = str(content or "")
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", {}) if isinstance(call, Mapping) else {}
+        text += f"\ncall {function.get('name')}: {function.get('arguments')}"
+    return f"result: {text}" if message.get("role") == "tool" else text

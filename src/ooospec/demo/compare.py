@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ooospec.bench.datasets import BenchRequest
-from ooospec.runtime import Decoder, Generation
+from ooospec.generation import Generation
+from ooospec.runtime import Decoder
 
 SPACINGS_ALLOWED = 4
 """A divergence whose top-2 gap is wider than this many spacings of the dtype is a bug, not a rounding tie."""

@@ -12,7 +12,8 @@ from rich.console import Console
 from ooospec.config import cache_dir
 from ooospec.models.catalogue import catalogue
 from ooospec.models.resolver import converted_folder
-from ooospec.runtime import Decoder, Placement
+from ooospec.placement import Placement
+from ooospec.runtime import Decoder
 from ooospec.target.cost import CostCurve
 
 BAR_WIDTH = 40

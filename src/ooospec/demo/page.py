@@ -8,7 +8,7 @@ from html import escape
 from ooospec.chat.codec import TextCodec
 from ooospec.demo.compare import Comparison
 from ooospec.demo.terminal import METHOD_NAMES, call_text
-from ooospec.runtime import Generation
+from ooospec.generation import Generation
 
 _STYLE = """
 :root{--bg:#fbfbfa;--fg:#1c1e21;--dim:#62676d;--line:#dcdfe3;--card:#fff;--prefill:#c9ced4;

@@ -32,20 +32,20 @@ def _requests(console: Console, data: Path | None, limit: int) -> list[BenchRequ
     return requests
 
 
-def conditions(decoder: Decoder) -> str:
+def conditions(decoder: Decoder, prefix: str) -> str:
     """Say in one line what was measured with what."""
     loaded, place = decoder.loaded, decoder.placement
     sidecar = decoder.sidecar_name or "none"
     threads = f", threads: target {place.target_idle} ({place.target_busy} while the sidecar works), sidecar {place.sidecar}"
     return (
         f"target {loaded.name}, sidecar {sidecar}, {loaded.dtype}, {loaded.device}"
-        f"{threads if loaded.device == 'cpu' else ''}; greedy, batch one, no warm prefix; clock from request arrival"
+        f"{threads if loaded.device == 'cpu' else ''}; greedy, batch one, {prefix} prefix; clock from request arrival"
     )
 
 
-def run_demo(console: Console, decoder: Decoder, data: Path | None, limit: int, html: Path | None) -> bool:
+def run_demo(console: Console, decoder: Decoder, data: Path | None, limit: int, html: Path | None, prefix: str) -> bool:
     """Show every comparison and a summary; returns True when an output differs by more than a rounding tie."""
-    console.print(f"[dim]{conditions(decoder)}[/dim]")
+    console.print(f"[dim]{conditions(decoder, prefix)}[/dim]")
     console.print(legend())
     comparisons: list[Comparison] = []
     for request in _requests(console, data, limit):
@@ -55,11 +55,11 @@ def run_demo(console: Console, decoder: Decoder, data: Path | None, limit: int, 
             def report(method: str, task: object = task, progress: Progress = progress, name: str = request.id) -> None:
                 progress.update(task, description=f"{name}: {METHOD_NAMES[method]}")  # type: ignore[arg-type]
 
-            comparisons.append(compare(decoder, request, METHODS, report, max_new_tokens=MAX_NEW_TOKENS))
+            comparisons.append(compare(decoder, request, METHODS, report, max_new_tokens=MAX_NEW_TOKENS, prefix=prefix))
         show(console, comparisons[-1], decoder.loaded.codec)
     _summary(console, comparisons)
     if html is not None:
-        html.write_text(render_page(comparisons, decoder.loaded.codec, conditions(decoder)), "utf-8")
+        html.write_text(render_page(comparisons, decoder.loaded.codec, conditions(decoder, prefix)), "utf-8")
         console.print(f"Page written to {html}")
     return any(not d.is_tie for c in comparisons for d in c.divergences.values())
 

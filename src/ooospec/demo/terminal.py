@@ -13,10 +13,10 @@ from rich.text import Text
 from ooospec.chat.codec import TextCodec
 from ooospec.console import SOURCE_COLOURS
 from ooospec.demo.compare import Comparison, Divergence
-from ooospec.runtime import Generation
+from ooospec.generation import Generation
 
-BAR_WIDTH = 72
-METHOD_NAMES = {"ar": "autoregressive", "lookup": "prompt lookup", "toolspec": "ToolSpec", "ooo": "OoO-Spec"}
+BAR_WIDTH = 62
+METHOD_NAMES = {"ar": "AR", "lookup": "lookup", "toolspec": "ToolSpec", "ooo": "OoO-Spec"}
 
 
 def call_text(name: str, arguments: Mapping[str, object]) -> str:
@@ -30,9 +30,16 @@ def _verdict(method: str, first: str, divergence: Divergence | None) -> Text:
         return Text("reference", style="dim")
     if divergence is None:
         return Text("identical", style="green")
-    kind = "rounding tie" if divergence.is_tie else "DIFFERENT"
+    if divergence.is_tie:
+        return Text("tie flipped", style="yellow")
+    return Text("DIFFERENT", style="bold red")
+
+
+def divergence_note(method: str, divergence: Divergence) -> Text:
+    """Say where an output differs and how close the target's choice was."""
     return Text(
-        f"{kind} at token {divergence.position}: top-2 gap {divergence.gap:.3f} (spacing {divergence.spacing:.3f})",
+        f"{METHOD_NAMES.get(method, method)} differs at token {divergence.position}: the two best logits are "
+        f"{divergence.gap:.3f} apart there, the dtype's spacing is {divergence.spacing:.3f}",
         style="yellow" if divergence.is_tie else "bold red",
     )
 
@@ -40,18 +47,18 @@ def _verdict(method: str, first: str, divergence: Divergence | None) -> Text:
 def methods_table(comparison: Comparison) -> Table:
     """Tabulate times and rounds of every method."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("method", "output", "total", "speedup", "prefill", "decode", "speedup", "rounds", "tokens/round"):
-        table.add_column(heading, justify="left" if heading in ("method", "output") else "right")
+    for heading in ("method", "output", "total", "", "prefill", "decode", "", "rounds", "tok/rnd"):
+        table.add_column(heading, justify="left" if heading in ("method", "output") else "right", no_wrap=True)
     first = next(iter(comparison.results))
     base = comparison.results[first]
     for method, result in comparison.results.items():
         table.add_row(
             METHOD_NAMES.get(method, method),
             _verdict(method, first, comparison.divergences.get(method)),
-            f"{result.total_ms / 1e3:.2f} s",
+            f"{result.total_ms / 1e3:.2f}s",
             f"{base.total_ms / result.total_ms:.2f}x",
-            f"{result.prefill_ms / 1e3:.2f} s",
-            f"{result.decode_ms / 1e3:.2f} s",
+            f"{result.prefill_ms / 1e3:.2f}s",
+            f"{result.decode_ms / 1e3:.2f}s",
             f"{base.decode_ms / max(result.decode_ms, 1e-3):.2f}x",
             str(result.num_rounds),
             f"{result.acceptance_length:.2f}",
@@ -87,9 +94,11 @@ def timeline(result: Generation) -> RenderableType:
     if hint is not None and (hint.wave_ms or hint.ready_ms):
         end = hint.wave_ms or result.total_ms
         sidecar = [(0.0, float(hint.prefill_ms or end), "━", "grey50"), (float(hint.prefill_ms), float(end), "█", "green3")]
-        note = f" {hint.payload_bytes} bytes of hint, usable from round {hint.ready_round}"
-        lines.append(Text("sidecar  ", style="dim") + _bar(sidecar, max(total, end)) + Text(note, style="dim"))
+        lines.append(Text("sidecar  ", style="dim") + _bar(sidecar, max(total, end)))
     scale = Text(" " * 9 + "0 s" + f"{total / 1e3:.1f} s".rjust(BAR_WIDTH - 3), style="dim")
+    if hint is not None and hint.ready_round is not None:
+        note = f"hint: {hint.payload_bytes} bytes, used from round {hint.ready_round + 1} of {result.num_rounds} on"
+        return Group(*lines, scale, Text(" " * 9 + note, style="dim"))
     return Group(*lines, scale)
 
 
@@ -123,6 +132,8 @@ def show(console: Console, comparison: Comparison, codec: TextCodec) -> None:
     for call in calls:
         console.print(Text("→ ", style="bold green") + Text(call, style="bold"))
     console.print(methods_table(comparison))
+    for method, divergence in comparison.divergences.items():
+        console.print(divergence_note(method, divergence))
     console.print(timeline(last))
     console.print(coloured_output(last, codec))
     console.print()

@@ -42,6 +42,14 @@ class Mailbox:
         self._client.receive()
         return self.hint
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the wave is over, outside any clock, and close."""
+        end = time.monotonic() + timeout_s
+        while self.working and time.monotonic() < end:
+            self.poll()
+            time.sleep(0.005)
+        self.close()
+
     @property
     def working(self) -> bool:
         """Tell whether answers are still expected."""
@@ -108,13 +116,13 @@ class SidecarClient:
             self._socket.poll(50)
             self.receive()
 
-    def submit(self, tools: tuple[Tool, ...], messages: Sequence[tuple[str, str]]) -> Mailbox:
-        """Start a wave; returns at once."""
+    def submit(self, tools: tuple[Tool, ...], messages: Sequence[tuple[str, str]], fresh: bool = False) -> Mailbox:
+        """Start a wave; returns at once. `fresh` = without KV entries of earlier requests."""
         self._revive()
         self._number += 1
         mailbox = self._mailboxes[self._number] = Mailbox(self, self._number, tools)
         turns = tuple(Turn(role, text) for role, text in messages)
-        if not self._send(Submit(self._number, tuple(_signature(tool) for tool in tools), turns)):
+        if not self._send(Submit(self._number, tuple(_signature(tool) for tool in tools), turns, fresh)):
             self._fail(mailbox, "unreachable")
         return mailbox
 
@@ -152,8 +160,8 @@ class SidecarClient:
             return
         mailbox = self._mailboxes.get(message.request)
         if mailbox is None:
-            if not isinstance(message, Done):
-                self._warn("stray", "answered for a request that is not open")
+            if not 0 < message.request <= self._number:  # late answers to finished requests are normal
+                self._warn("stray", "answered for a request that was never made")
         elif not mailbox.put(message, len(data)):
             self._warn("garbage", "named a tool or slot that the request does not have")
         elif isinstance(message, Done) and message.error not in ("", "cancelled"):

@@ -28,6 +28,9 @@ from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache
 
 PREFILL_CHUNK = 256
+SINK_TOKENS = 2
+"""The first tokens have activations hundreds of times larger than the rest; a pass of their own keeps them from
+setting the scale that dynamic quantization uses for a whole chunk."""
 TOP_FUNCTIONS = 3
 _NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
 
@@ -70,12 +73,15 @@ class WavePredictor:
         start = time.perf_counter()
         stats = self.stats = WaveStats()
         prefix = self._prefix_ids(request)
+        if request.fresh and self.model.prefix_cache is not None:
+            self.model.prefix_cache.clear()
         stats.cached_tokens = self.model.begin(prefix)
         try:
             lead = prefix[stats.cached_tokens : -1]
             while lead:
-                self.model.prefill(lead[:PREFILL_CHUNK])
-                lead = lead[PREFILL_CHUNK:]
+                chunk = PREFILL_CHUNK if self.model.cache.length else SINK_TOKENS
+                self.model.prefill(lead[:chunk])
+                lead = lead[chunk:]
                 yield None
             stats.prefill_ms = (time.perf_counter() - start) * 1e3
             yield from self._ask(request, prefix[-1])

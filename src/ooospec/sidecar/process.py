@@ -23,7 +23,7 @@ class SidecarSpec:
     path: Path
     name: str
     adapter: str | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str | None = None
     threads: int = 1
     cores: tuple[int, ...] = ()

@@ -50,6 +50,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     request: int
     tools: tuple[ToolSignature, ...]
     dialogue: tuple[Turn, ...]
+    fresh: bool = False
+    """True = use no KV entries of earlier requests (for measurements)."""
     version: int = VERSION
 
 

@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--adapter", default=None)
     parser.add_argument("--address", default="tcp://127.0.0.1:*")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", help="auto = int8 on CPUs where it pays, else bfloat16")
     parser.add_argument("--device", default=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cores", default="", help="comma-separated CPU numbers to stay on")
@@ -149,10 +149,10 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     from ooospec.sidecar.predictor import WavePredictor
-    from ooospec.target.loading import load_model
+    from ooospec.sidecar.quantize import load_sidecar
 
     torch.set_num_threads(options.threads)
-    loaded = load_model(options.path, options.name, options.dtype, options.device, adapter=options.adapter)
+    loaded = load_sidecar(options.path, options.name, options.dtype, options.device, options.adapter)
     SidecarServer(WavePredictor(loaded), options.name, socket).serve()
 
 

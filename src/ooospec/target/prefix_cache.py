@@ -29,6 +29,8 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.max_bytes = max_bytes
+        self.read_only = False
+        """True = `put` stores nothing (measurements that must repeat)."""
         self._entries: list[_Entry] = []  # oldest first
 
     def take(self, ids: Sequence[int], salt: str = "") -> TreeCache | None:
@@ -43,6 +45,8 @@ class PrefixCache:
 
     def put(self, ids: Sequence[int], cache: TreeCache, salt: str = "") -> None:
         """Store `cache`, whose slots hold exactly `ids`; drop the oldest entries beyond the byte bound."""
+        if self.read_only:
+            return
         kept = tuple(ids[: cache.length])
         self._entries = [e for e in self._entries if e.salt != salt or common_prefix(e.ids, kept) < len(e.ids)]
         self._entries.append(_Entry(salt, kept, cache))
