@@ -1,10 +1,10 @@
 """OoO-Spec: faster tool calls from large language models, with exactly the same output.
 
-    from ooospec import Decoder
+from ooospec import Decoder
 
-    with Decoder() as decoder:
-        result = decoder.generate("What is the weather in Oslo?", tools)
-        print(result.calls, result.acceptance_length)
+with Decoder() as decoder:
+    result = decoder.generate("What is the weather in Oslo?", tools)
+    print(result.calls, result.acceptance_length)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ooospec.core import Commit, Draft, Hint, Proposer, SlotHint, Tool, ToolCall
     from ooospec.errors import OooSpecError, UsageError
-    from ooospec.models.resolver import resolve_model
     from ooospec.generation import Generation
+    from ooospec.models.resolver import resolve_model
     from ooospec.placement import Placement
     from ooospec.runtime import Decoder
 

@@ -20,7 +20,9 @@ models_app = typer.Typer(no_args_is_help=True, help="Embedded models and where t
 app.add_typer(models_app, name="models")
 
 Target = Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")]
-Sidecar = Annotated[str, typer.Option(help="Sidecar: a model as for --target, `none`, or tcp://host:port of a running one.")]
+Sidecar = Annotated[
+    str, typer.Option(help="Sidecar: a model as for --target, `none`, or tcp://host:port of a running one.")
+]
 Adapter = Annotated[str | None, typer.Option(help="Folder of a peft adapter for the sidecar.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
@@ -74,7 +76,7 @@ def generate(
 ) -> None:
     """Answer one request."""
     from ooospec.chat.schema import read_tools
-    from ooospec.methods import proposers, Memory
+    from ooospec.methods import Memory, proposers
 
     proposers(method, Memory())  # a wrong name is told before models are loaded
     listed = _read_json(tools, "tools") if tools is not None else None
@@ -84,7 +86,13 @@ def generate(
     needs_sidecar = sidecar if method == "ooo" else "none"
     with _decoder(target, needs_sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
         result = decoder.generate(
-            messages, listed, method=method, temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, stop=stop or ()
+            messages,
+            listed,
+            method=method,
+            temperature=temperature,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            stop=stop or (),
         )
     if as_json:
         sys.stdout.write(json.dumps(result.to_dict(), ensure_ascii=False) + "\n")
@@ -107,7 +115,9 @@ def demo(
     placement: PlacementName = "shared",
     data: Annotated[Path | None, typer.Option(help="Folder with bfcl/: adds requests of that benchmark.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Requests taken from BFCL, where it is there.")] = 3,
-    prefix: Annotated[str, typer.Option(help="warm: tools and system prompt are cached, as in servers; cold: nothing is.")] = "warm",
+    prefix: Annotated[
+        str, typer.Option(help="warm: tools and system prompt are cached, as in servers; cold: nothing is.")
+    ] = "warm",
     html: Annotated[Path | None, typer.Option(help="Also write the timeline as a self-contained page.")] = None,
 ) -> None:
     """Run AR, ToolSpec and OoO-Spec back to back on real requests and show what happened when."""
@@ -182,7 +192,18 @@ def sidecar(
 
     with progress_bars() as progress:
         path = resolve_model(model, progress)
-    arguments = ["--path", str(path), "--name", model, "--address", address, "--dtype", dtype, "--threads", str(threads)]
+    arguments = [
+        "--path",
+        str(path),
+        "--name",
+        model,
+        "--address",
+        address,
+        "--dtype",
+        dtype,
+        "--threads",
+        str(threads),
+    ]
     for flag, value in (("--adapter", adapter), ("--device", device)):
         arguments += [flag, value] if value else []
     serve(arguments)

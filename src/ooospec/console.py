@@ -40,7 +40,12 @@ class ProgressBars:
 @contextlib.contextmanager
 def progress_bars() -> Iterator[ProgressBars]:
     """Draw progress while the block runs."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=False) as progress:
         yield ProgressBars(progress)
 

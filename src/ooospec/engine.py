@@ -1,4 +1,4 @@
-"""The decode loop: propose -> candidate tree -> verify -> commit. One for all methods; a method is a list of proposers."""
+"""The decode loop: propose -> candidate tree -> verify -> commit. One loop for all methods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def decode(
     """Decode one request, a commit a round. `output` is `context.output_ids`, which this loop alone appends to.
 
     The first round's tree hangs on the last prompt token and shares its forward pass with the last chunk of the
-    prompt, so a hint that is there by then saves even that token. `prefill_chunk` is asked before every chunk. `clock` is `time.perf_counter()` at arrival.
+    prompt, so a hint that is there by then saves even that token. `prefill_chunk` is asked before every chunk. `clock`
+    is `time.perf_counter()` at arrival.
     Raises ContextLengthError when the prompt leaves no room for an answer.
     """
     clock = time.perf_counter() if clock is None else clock

@@ -89,9 +89,7 @@ class Generation:
             "total_ms": round(self.total_ms, 1),
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "hint": None
-            if hint is None
-            else {name: getattr(hint, name) for name in HintReport.__slots__},
+            "hint": None if hint is None else {name: getattr(hint, name) for name in HintReport.__slots__},
             "tree_nodes": self.tree_nodes,
             "warnings": dict(self.warnings),
         }

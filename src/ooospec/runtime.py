@@ -67,7 +67,9 @@ class Decoder:
             self._client = self._reach(sidecar, adapter, sidecar_dtype, progress)
         try:
             self.loaded = self._load(target, dtype, device, progress)
-            self.target = TargetModel(self.loaded.model, PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None)
+            self.target = TargetModel(
+                self.loaded.model, PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+            )
             if self.loaded.device == "cpu":
                 torch.set_num_threads(self.placement.target_idle)
                 if self.placement.target_cores:
@@ -198,7 +200,9 @@ class Decoder:
     def __enter__(self) -> Decoder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

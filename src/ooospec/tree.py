@@ -115,8 +115,8 @@ def build_tree(
 ) -> CandidateTree:
     """Merge `drafts` under the last committed token `root`.
 
-    At most `max_nodes` nodes (root included), none deeper than `max_depth`, are kept; with `cost`, only as many as raise the expected number of
-    committed tokens per unit of cost.
+    At most `max_nodes` nodes (root included), none deeper than `max_depth`, are kept; with `cost`, only as many as
+    raise the expected number of committed tokens per unit of cost.
     """
     top = _merge(root, drafts, max_depth)
     _select(top, max_nodes, cost)

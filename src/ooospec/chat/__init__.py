@@ -1,0 +1,1 @@
+"""Text side of a request: templates, schemas, call formats, drafting. Imports no torch."""

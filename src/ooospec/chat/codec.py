@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ooospec.errors import UsageError
@@ -31,8 +31,12 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Encode text; special tokens in the text become their ids, none are added at the ends."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encode(text).ids
         return ids
+
+    def _encode(self, text: str) -> Encoding:
+        clean = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be encoded
+        return self._tokenizer.encode(clean, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids; special tokens are kept as text."""
@@ -41,7 +45,9 @@ class TextCodec:
 
     def token_texts(self) -> list[str]:
         """Decode every id by itself. [V]"""
-        texts: list[str] = self._tokenizer.decode_batch([[i] for i in range(self.vocab_size)], skip_special_tokens=False)
+        texts: list[str] = self._tokenizer.decode_batch(
+            [[i] for i in range(self.vocab_size)], skip_special_tokens=False
+        )
         return texts
 
     def stream(self) -> TextStream:
@@ -57,11 +63,11 @@ class TextCodec:
         for size in TAIL_SIZES:
             tail = list(committed[-size:])
             before = self.decode(tail)
-            encoding = self._tokenizer.encode(before + text, add_special_tokens=False)
+            encoding = self._encode(before + text)
             if encoding.ids[: len(tail)] == tail:
                 starts = [max(0, start - len(before)) for start, _ in encoding.offsets[len(tail) :]]
                 return encoding.ids[len(tail) :], starts
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encode(text)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
 

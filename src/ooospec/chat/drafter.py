@@ -18,6 +18,7 @@ from ooospec.core import Slot, SlotHint, Tool
 STRUCTURE = 0.97
 """Chance that literal text goes on as the style says, once it has begun."""
 NEXT_KEY, CLOSE, SKIPPED = 0.85, 0.85, 0.15
+MAX_VALUE_CHARACTERS = 4000
 FREE_KEY = 0.6
 """Chance that an argument whose value nobody has predicted comes next."""
 
@@ -59,8 +60,8 @@ def continuations(scanner: CallScanner, style: CallStyle, guess: Guess) -> Itera
         for tool, chance in guess.tools:
             if tool.name.startswith(partial):
                 yield _named(style, guess, tool, tool.name[len(partial) :], chance)
-    elif (tool := guess.named(call.name.of(text))) is not None:
-        yield from _inside(text, call, style, guess, tool)
+    elif (chosen := guess.named(call.name.of(text))) is not None:
+        yield from _inside(text, call, style, guess, chosen)
 
 
 END = Piece("", 0.9)
@@ -76,9 +77,7 @@ def _after(done: str, literal: str, then: list[Piece], chance: float = STRUCTURE
 
 def _outside(scanner: CallScanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
     text = scanner.text
-    heads = [
-        [Piece(style.head), *_named(style, guess, tool, tool.name, chance)] for tool, chance in guess.tools
-    ]
+    heads = [[Piece(style.head), *_named(style, guess, tool, tool.name, chance)] for tool, chance in guess.tools]
     if scanner.calls:
         done = text[scanner.calls[-1].end :]
         yield from _after(done, style.closing, [END], CLOSE)
@@ -139,7 +138,7 @@ def _value_opening(slot: Slot) -> str:
         while not all(text.startswith(shared) for text in texts):
             shared = shared[:-1]
         return shared
-    return {("string",): '"', ("array",): "[", ("object",): "{"}.get(slot.types, "")
+    return {"string": '"', "array": "[", "object": "{"}.get("|".join(slot.types), "")
 
 
 def _inside(text: str, call: CallSpans, style: CallStyle, guess: Guess, tool: Tool) -> Iterator[list[Piece]]:
@@ -162,10 +161,10 @@ def _in_arguments(text: str, call: CallSpans, style: CallStyle, guess: Guess, to
     seen = {i.key.of(text) for i in call.items[:-1]}
     if item.key.end is None:
         partial = text[item.key.start :]
-        for slot in tool.slots:
-            if slot.name not in seen and slot.name.startswith(partial):
-                rest = _from_slot(style, guess, tool, slot)
-                yield [Piece(slot.name[len(partial) :]), *rest] if slot.name != partial else rest
+        for other in tool.slots:
+            if other.name not in seen and other.name.startswith(partial):
+                rest = _from_slot(style, guess, tool, other)
+                yield [Piece(other.name[len(partial) :]), *rest] if other.name != partial else rest
         return
     slot = tool.slot(item.key.of(text))
     if item.value is None:
@@ -234,3 +233,11 @@ def _after_value(
 def to_json(value: Any) -> str:
     """Write a value the way models do: one line, literal UTF-8."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def is_writable(value: Any) -> bool:
+    """Tell whether a value can be written as JSON and is short enough to be worth a draft."""
+    try:
+        return len(json.dumps(value, ensure_ascii=False, allow_nan=False)) <= MAX_VALUE_CHARACTERS
+    except (TypeError, ValueError, RecursionError):
+        return False

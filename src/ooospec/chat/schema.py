@@ -140,7 +140,8 @@ def openai_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 _PROSE_START = re.compile(r"use the following tools:\s*\n")
 _PROSE_END = "\n\n**Only generate"
 _PROSE_TOOL = re.compile(
-    r"^\d+\. (?:Name: )?(?P<name>[\w.\-]+)(?:\nDescription: |: )(?P<text>.*?)\nParameters: (?P<parameters>\{.*?\})[ \t]*$",
+    r"^\d+\. (?:Name: )?(?P<name>[\w.\-]+)(?:\nDescription: |: )(?P<text>.*?)"
+    r"\nParameters: (?P<parameters>\{.*?\})[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
 

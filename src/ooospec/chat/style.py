@@ -38,7 +38,15 @@ def _style(opening: str, closing: str, between: str, key: str, indent: int = 0) 
         one, two = "\n" + " " * indent, "\n" + " " * 2 * indent
         middle = f'",{one}"{key}": {{'
         return CallStyle(
-            opening, f'{{{one}"name": "', f'{middle}{two}"', '": ', f',{two}"', f"{one}}}\n}}", f"{middle}}}\n}}", between, closing
+            opening,
+            f'{{{one}"name": "',
+            f'{middle}{two}"',
+            '": ',
+            f',{two}"',
+            f"{one}}}\n}}",
+            f"{middle}}}\n}}",
+            between,
+            closing,
         )
     middle = f'", "{key}": {{'
     return CallStyle(opening, '{"name": "', f'{middle}"', '": ', ', "', "}}", f"{middle}}}}}", between, closing)

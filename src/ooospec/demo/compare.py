@@ -45,7 +45,11 @@ class Comparison:
 
 
 def compare(
-    decoder: Decoder, request: BenchRequest, methods: Sequence[str], report: Callable[[str], None] = lambda _: None, **options: Any
+    decoder: Decoder,
+    request: BenchRequest,
+    methods: Sequence[str],
+    report: Callable[[str], None] = lambda _: None,
+    **options: Any,
 ) -> Comparison:
     """Decode `request` with every method, the reference ("ar") first."""
     results: dict[str, Generation] = {}

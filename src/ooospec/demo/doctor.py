@@ -26,7 +26,8 @@ def run_doctor(console: Console, load: Callable[[], Decoder], fresh: bool) -> No
     console.print(f"python     {platform.python_version()} on {platform.platform()}")
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     place = Placement.shared()
-    console.print(f"device     accelerator: {accelerator}; CPU threads: {place.target_idle}, of which the sidecar borrows {place.sidecar}")
+    threads = f"CPU threads: {place.target_idle}, of which the sidecar borrows {place.sidecar}"
+    console.print(f"device     accelerator: {accelerator}; {threads}")
     here = [name for name in catalogue() if converted_folder(name).is_dir()]
     console.print(f"cache      {cache_dir()}; embedded models here: {', '.join(here) or 'none'}")
     if fresh:

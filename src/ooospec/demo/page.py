@@ -17,8 +17,10 @@ _STYLE = """
 --prefill:#454b53;--hint:#4cc27a;--schema:#58a6f5;--retrieval:#b197fc;--recycling:#f0a04b;--lookup:#e0c341;--target:#8b929a}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1080px;margin:0 auto;padding:24px 16px 64px}h1{font-size:1.5rem;margin:0 0 4px}
-.dim{color:var(--dim)}section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px;margin:18px 0}
-h2{font-size:1.05rem;margin:0 0 4px}.call{font-family:ui-monospace,monospace;font-weight:600;overflow-wrap:anywhere;margin:8px 0}
+.dim{color:var(--dim)}
+section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px;margin:18px 0}
+h2{font-size:1.05rem;margin:0 0 4px}
+.call{font-family:ui-monospace,monospace;font-weight:600;overflow-wrap:anywhere;margin:8px 0}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:4px 10px;border-bottom:1px solid var(--line);white-space:nowrap}
 th{color:var(--dim);font-weight:500;font-size:.85rem}td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}
@@ -54,7 +56,9 @@ def _sidecar_lane(result: Generation, scale: float) -> str:
     if hint is None or not hint.wave_ms:
         return ""
     blocks = _block(0, hint.prefill_ms, scale, "prefill", "sidecar prefill")
-    blocks += _block(hint.prefill_ms, hint.wave_ms, scale, "hint", f"wave: {hint.steps} passes, {hint.payload_bytes} bytes sent")
+    blocks += _block(
+        hint.prefill_ms, hint.wave_ms, scale, "hint", f"wave: {hint.steps} passes, {hint.payload_bytes} bytes sent"
+    )
     return f'<div class="lane"><span class="dim">sidecar</span><div class="track">{blocks}</div></div>'
 
 
@@ -64,7 +68,9 @@ def _output(result: Generation, codec: TextCodec) -> str:
         odd = ' class="odd"' if commit.round % 2 else ""
         for token, source in zip(commit.tokens, commit.sources, strict=True):
             text = "⏎" if token in codec.eos_ids else stream.push([token])
-            spans.append(f'<span{odd} style="color:var(--{source})" title="{source}, round {commit.round}">{escape(text)}</span>')
+            spans.append(
+                f'<span{odd} style="color:var(--{source})" title="{source}, round {commit.round}">{escape(text)}</span>'
+            )
     return f"<pre>{''.join(spans)}</pre>"
 
 
@@ -88,7 +94,8 @@ def _rows(comparison: Comparison) -> str:
         best = ' class="best"' if method == fastest else ""
         rows.append(
             f"<tr{best}><td>{escape(METHOD_NAMES.get(method, method))}</td>{verdict}"
-            + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+            + "".join(f"<td>{cell}</td>" for cell in cells)
+            + "</tr>"
         )
     return "".join(rows)
 
@@ -103,9 +110,12 @@ def _section(comparison: Comparison, codec: TextCodec) -> str:
     return (
         f"<section><h2>{escape(comparison.request.id)}</h2><div class=dim>{escape(question[-400:])}</div>"
         + "".join(f'<div class="call">{escape(call)}</div>' for call in calls)
-        + '<div class="scroll"><table><tr>' + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"
+        + '<div class="scroll"><table><tr>'
+        + "".join(f"<th>{head}</th>" for head in heads)
+        + "</tr>"
         + f"{_rows(comparison)}</table></div><p></p>{lanes}{_sidecar_lane(last, scale)}"
-        + f'<div class="axis dim"><span>0 s</span><span>{scale / 1e3:.1f} s</span></div>{_output(last, codec)}</section>'
+        + f'<div class="axis dim"><span>0 s</span><span>{scale / 1e3:.1f} s</span></div>'
+        + f"{_output(last, codec)}</section>"
     )
 
 
@@ -114,7 +124,8 @@ def render_page(comparisons: Sequence[Comparison], codec: TextCodec, conditions:
     key = "".join(f'<i style="background:var(--{source})"></i>{source}' for source in ("prefill", *_SOURCES))
     body = "".join(_section(comparison, codec) for comparison in comparisons)
     return (
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'>"
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>OoO-Spec demonstration</title><style>{_STYLE}</style><main><h1>OoO-Spec demonstration</h1>"
         f"<div class=dim>{escape(conditions)}</div><p class=key>A round or token drafted by {key} "
         "<span class=dim>(hover for details; shaded tokens: every second round)</span></p>"

@@ -36,7 +36,9 @@ def conditions(decoder: Decoder, prefix: str) -> str:
     """Say in one line what was measured with what."""
     loaded, place = decoder.loaded, decoder.placement
     sidecar = decoder.sidecar_name or "none"
-    threads = f", threads: target {place.target_idle} ({place.target_busy} while the sidecar works), sidecar {place.sidecar}"
+    threads = (
+        f", threads: target {place.target_idle} ({place.target_busy} while the sidecar works), sidecar {place.sidecar}"
+    )
     return (
         f"target {loaded.name}, sidecar {sidecar}, {loaded.dtype}, {loaded.device}"
         f"{threads if loaded.device == 'cpu' else ''}; greedy, batch one, {prefix} prefix; clock from request arrival"

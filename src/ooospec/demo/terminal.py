@@ -93,7 +93,10 @@ def timeline(result: Generation) -> RenderableType:
     hint = result.hint
     if hint is not None and (hint.wave_ms or hint.ready_ms):
         end = hint.wave_ms or result.total_ms
-        sidecar = [(0.0, float(hint.prefill_ms or end), "━", "grey50"), (float(hint.prefill_ms), float(end), "█", "green3")]
+        sidecar = [
+            (0.0, float(hint.prefill_ms or end), "━", "grey50"),
+            (float(hint.prefill_ms), float(end), "█", "green3"),
+        ]
         lines.append(Text("sidecar  ", style="dim") + _bar(sidecar, max(total, end)))
     scale = Text(" " * 9 + "0 s" + f"{total / 1e3:.1f} s".rjust(BAR_WIDTH - 3), style="dim")
     if hint is not None and hint.ready_round is not None:
@@ -118,7 +121,9 @@ def legend() -> Text:
     """Explain the colours."""
     words = {"target": "target itself"}
     parts = [Text("■ ", style=colour) + Text(words.get(name, name) + "  ") for name, colour in SOURCE_COLOURS.items()]
-    return Text("tokens from: ", style="dim") + Text.assemble(*parts) + Text("(shaded: every second round)", style="dim")
+    return (
+        Text("tokens from: ", style="dim") + Text.assemble(*parts) + Text("(shaded: every second round)", style="dim")
+    )
 
 
 def show(console: Console, comparison: Comparison, codec: TextCodec) -> None:

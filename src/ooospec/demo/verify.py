@@ -69,14 +69,22 @@ def _row(method: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
         "requests": len(comparisons),
         "identical": len(comparisons) - len(found),
         "acceptance_length": round(sum(len(r.output_ids) for r in results) / sum(r.num_rounds for r in results), 3),
-        "total_speedup": round(sum(c.results["ar"].total_ms for c in comparisons) / sum(r.total_ms for r in results), 3),
+        "total_speedup": round(
+            sum(c.results["ar"].total_ms for c in comparisons) / sum(r.total_ms for r in results), 3
+        ),
         "decode_speedup": round(
             sum(c.results["ar"].decode_ms for c in comparisons) / max(1e-3, sum(r.decode_ms for r in results)), 3
         ),
         "hints_by_first_round": sum(hint.ready_round == 0 for hint in hints),
         "mean_payload_bytes": round(sum(h.payload_bytes for h in hints) / len(hints), 1) if hints else None,
         "divergences": [
-            {"request": name, "position": d.position, "top2_gap": round(d.gap, 4), "spacing": d.spacing, "tie": d.is_tie}
+            {
+                "request": name,
+                "position": d.position,
+                "top2_gap": round(d.gap, 4),
+                "spacing": d.spacing,
+                "tie": d.is_tie,
+            }
             for name, d in found
         ],
     }
@@ -87,10 +95,12 @@ def _print(report: Sequence[dict[str, Any]], warnings: dict[str, int]) -> None:
     for row in report:
         hints = ""
         if row["mean_payload_bytes"] is not None:
-            hints = f", hint in the first round {row['hints_by_first_round']}/{row['requests']}, {row['mean_payload_bytes']} bytes"
+            early = f"{row['hints_by_first_round']}/{row['requests']}"
+            hints = f", hint in the first round {early}, {row['mean_payload_bytes']} bytes"
         console.print(
             f"[bold]{row['method']:9}[/bold] identical {row['identical']}/{row['requests']}, tokens per round "
-            f"{row['acceptance_length']:.2f}, total {row['total_speedup']:.2f}x, decode {row['decode_speedup']:.2f}x{hints}"
+            f"{row['acceptance_length']:.2f}, total {row['total_speedup']:.2f}x, "
+            f"decode {row['decode_speedup']:.2f}x{hints}"
         )
         for d in row["divergences"]:
             kind = "rounding tie" if d["tie"] else "[bold red]NOT EXPLAINED BY ROUNDING[/bold red]"

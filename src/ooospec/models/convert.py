@@ -30,9 +30,7 @@ def convert_gguf(gguf: Path, folder: Path, progress: Progress) -> None:
         progress.update(what, 0, 4)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         progress.update(what, 1, 4)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options
-        )
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options)
         progress.update(what, 3, 4)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -1,0 +1,1 @@
+"""Sources of drafts. Import no torch and never touch the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ooospec.chat.codec import TextCodec, TextStream
-from ooospec.chat.drafter import END, Guess, Piece, continuations
+from ooospec.chat.drafter import END, Guess, Piece, continuations, is_writable
 from ooospec.chat.scanner import CallScanner
 from ooospec.chat.style import CallStyle, StyleBook
 from ooospec.core import Commit, DecodeContext, Draft, Hint, SlotHint, Tool
@@ -88,9 +88,7 @@ class CallProposer:
         self.book.learn(self._context.style_key, self._prompt, self._scanner)
 
 
-def _by_chance(
-    scanner: CallScanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess
-) -> Iterator[list[Piece]]:
+def _by_chance(scanner: CallScanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess) -> Iterator[list[Piece]]:
     """Yield continuations over all styles, the opening's chance weighted by the style's."""
     for style, weight in styles:
         for pieces in continuations(scanner, style, guess):
@@ -115,6 +113,7 @@ def _hinted(hint: Hint, tools: Sequence[Tool]) -> Guess:
     ranked = sorted(tools, key=lambda tool: -chances[tool.name])
 
     def values(tool: str, slot: str) -> SlotHint | None:
-        return hint.slots.get((tool, slot))
+        found = hint.slots.get((tool, slot))
+        return found if found is None or not found.present or is_writable(found.value) else None
 
     return Guess([(tool, chances[tool.name]) for tool in ranked], values)

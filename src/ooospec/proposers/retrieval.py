@@ -1,4 +1,4 @@
-"""ToolSpec's retrieval (arXiv 2604.13519): copy from the outputs of similar earlier requests, the prompt and the output.
+"""ToolSpec's retrieval (arXiv 2604.13519): copy from similar requests' outputs, the prompt and the output so far.
 
 Suffixes of 7 to 5 tokens; the first four matches give candidates of 32, 16, 8 and 8 tokens. Similarity is the cosine
 of the target's last hidden state at the prompt's end. Unlike the released code, matching covers the whole prompt and

@@ -1,0 +1,1 @@
+"""The small model that predicts meanings: protocol, client, process, server, wave."""

@@ -15,6 +15,8 @@ from ooospec.sidecar.protocol import ToolSlot
 
 MAX_ANSWER_TOKENS = 48
 MAX_CHOICES = 24
+MIN_CHANCE = math.log(0.02)
+"""An answer this unlikely is cut short: its beginning may still be right, its end hardly."""
 _STRING_END = re.compile(r'(?<!\\)(?:\\\\)*"')
 _NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
@@ -116,32 +118,38 @@ class Branch:
     def finish(self, codec: TextCodec) -> tuple[bool, Any]:
         """Say whether the answer is complete, and its value (None while it is not, or if it is no JSON)."""
         text = codec.decode(self.answer)
+        enough = len(self.answer) >= MAX_ANSWER_TOKENS or self.log_chance < MIN_CHANCE
         if self.kind == "string":
             closing = _STRING_END.search(text)
             if closing is not None:
                 return True, _loads(f'"{text[: closing.end()]}')
-            if len(self.answer) >= MAX_ANSWER_TOKENS:
-                return True, _loads(f'"{text}"')
-            return False, None
+            return enough, _loads(f'"{text}"') if enough else None
         whole = self.forced + text
         if self.kind == "number":
             number = _NUMBER.match(whole)
-            done = number is not None and number.end() < len(whole) or len(self.answer) >= MAX_ANSWER_TOKENS
+            done = enough or (number is not None and number.end() < len(whole))
             return done, _loads(number[0]) if done and number is not None else None
-        return self._finish_json(whole)
-
-    def _finish_json(self, text: str) -> tuple[bool, Any]:
         try:
-            value, end = json.JSONDecoder().raw_decode(text.lstrip())
+            value, end = json.JSONDecoder().raw_decode(whole.lstrip())
         except ValueError:
-            return len(self.answer) >= MAX_ANSWER_TOKENS, None
-        closed = end < len(text.lstrip()) or isinstance(value, list | dict | str)
-        return closed or len(self.answer) >= MAX_ANSWER_TOKENS, value
+            return enough, _finished_part(whole) if enough else None
+        return enough or end < len(whole.lstrip()) or isinstance(value, list | dict | str), value
 
     @property
     def chance(self) -> float:
         """Probability the model gives to the whole answer."""
         return math.exp(self.log_chance)
+
+
+def _finished_part(text: str) -> Any:
+    """Return the finished elements of a list that was cut short, or None."""
+    text = text.strip()
+    while text.startswith("[") and "," in text:
+        text = text[: text.rindex(",")]
+        value = _loads(text + "]")
+        if value is not None:
+            return value
+    return None
 
 
 def _loads(text: str) -> Any:

@@ -19,7 +19,18 @@ from ooospec.core import FunctionHint, Hint, SlotHint, Tool
 from ooospec.errors import SidecarError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.process import SidecarProcess
-from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, ToolSignature, ToolSlot, Turn, Welcome
+from ooospec.sidecar.protocol import (
+    Cancel,
+    Done,
+    Function,
+    Hello,
+    SlotValue,
+    Submit,
+    ToolSignature,
+    ToolSlot,
+    Turn,
+    Welcome,
+)
 
 logger = logging.getLogger("ooospec.sidecar")
 HANG_SECONDS = 60.0

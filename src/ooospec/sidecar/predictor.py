@@ -32,6 +32,8 @@ SINK_TOKENS = 2
 """The first tokens have activations hundreds of times larger than the rest; a pass of their own keeps them from
 setting the scale that dynamic quantization uses for a whole chunk."""
 TOP_FUNCTIONS = 3
+FUNCTION_TEMPERATURE = 2.0
+"""Zero-shot scores of tool names are over-confident; flattened, more tools keep their slots in the wave."""
 _NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
 
 
@@ -104,10 +106,12 @@ class WavePredictor:
         if len(trie.tokens) > self.max_first_nodes:  # too many questions for one pass: the function alone first
             trie, names, branches = self._plant(request, root, ())
         first = self._pass(trie, names, branches)
-        chances = _softmax([first.log_chance(nodes) for nodes in names])
+        chances = _softmax([first.log_chance(nodes) / FUNCTION_TEMPERATURE for nodes in names])
         best = sorted(everything, key=lambda tool: -chances[tool])[:TOP_FUNCTIONS]
         yield Function(request.request, tuple(best), tuple(_percent(chances[tool]) for tool in best))
-        likely = [tool for tool in sorted(everything, key=lambda t: -chances[t]) if chances[tool] >= self.min_tool_chance]
+        likely = [
+            tool for tool in sorted(everything, key=lambda t: -chances[t]) if chances[tool] >= self.min_tool_chance
+        ]
         if not branches:
             self.model.cache.set_length(first.base)
             trie, _, branches = self._plant(request, root, likely)
@@ -116,9 +120,7 @@ class WavePredictor:
         live = [branch for branch in branches if branch.tool in likely]
         yield from self._answer(request, live, first)
 
-    def _plant(
-        self, request: Submit, root: int, tools: Sequence[int]
-    ) -> tuple[Trie, list[list[int]], list[Branch]]:
+    def _plant(self, request: Submit, root: int, tools: Sequence[int]) -> tuple[Trie, list[list[int]], list[Branch]]:
         """Put the function question and the slot questions of `tools` into one trie."""
         trie = Trie([root])
         names = [trie.add(self.codec.encode(f'{QUESTION_HEAD}{tool.name}", "')) for tool in request.tools]
@@ -204,7 +206,9 @@ class WavePredictor:
         for row, branch in enumerate(branches):
             branch.seen.append(start + row)
             visible[row, branch.seen] = True
-        logits = self.model.forward([b.answer[-1] for b in branches], [b.position for b in branches], visible, keep=size)
+        logits = self.model.forward(
+            [b.answer[-1] for b in branches], [b.position for b in branches], visible, keep=size
+        )
         for branch in branches:
             branch.position += 1
         self.stats.steps += 1

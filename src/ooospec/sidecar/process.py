@@ -31,7 +31,16 @@ class SidecarSpec:
     def arguments(self) -> list[str]:
         """Build the command line."""
         command = [sys.executable, "-m", "ooospec.sidecar.server", "--supervised"]
-        command += ["--path", str(self.path), "--name", self.name, "--dtype", self.dtype, "--threads", str(self.threads)]
+        command += [
+            "--path",
+            str(self.path),
+            "--name",
+            self.name,
+            "--dtype",
+            self.dtype,
+            "--threads",
+            str(self.threads),
+        ]
         for flag, value in (("--adapter", self.adapter), ("--device", self.device)):
             command += [flag, value] if value else []
         return command + (["--cores", ",".join(map(str, self.cores))] if self.cores else [])
@@ -59,8 +68,9 @@ class SidecarProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline().decode(errors="replace").strip()
         if not line.startswith(READY):
+            words = self.last_words()
             self.stop()
-            raise SidecarError(f"The sidecar did not start. Its last words: {self.last_words()}")
+            raise SidecarError(f"The sidecar did not start. Its last words: {words}")
         self.address = line.removeprefix(READY)
 
     @property
@@ -84,8 +94,9 @@ class SidecarProcess:
         self._start()
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process for good."""
         self._end()
+        self._log.close()
         atexit.unregister(self.stop)
 
     def _end(self) -> None:

@@ -118,7 +118,7 @@ def _end_with_parent() -> None:
     """Leave when the parent's end of standard input closes, however the parent ended."""
 
     def watch() -> None:
-        while sys.stdin.buffer.read(1):
+        while os.read(0, 1):  # not sys.stdin: its lock would break an ordinary end of the process
             pass
         os._exit(0)
 

@@ -73,5 +73,7 @@ def cached_cost(
 
 def cost_key(name: str, dtype: str, device: str) -> str:
     """Name the conditions that a curve depends on."""
-    where = torch.cuda.get_device_name() if device.startswith("cuda") else f"{device}, {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name() if device.startswith("cuda") else f"{device}, {torch.get_num_threads()} threads"
+    )
     return f"{name}, {dtype}, {where}, torch {torch.__version__}"

@@ -34,7 +34,9 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _grow_to(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
-        grown = tuple(like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (key_like, value_like))
+        grown = tuple(
+            like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (key_like, value_like)
+        )
         if self._buffers is not None:
             for new, old in zip(grown, self._buffers, strict=True):
                 new[..., : self.length, :] = old[..., : self.length, :]

@@ -36,7 +36,9 @@ class TreeModel:
         self.threads: Callable[[], int] | None = None
         """Asked before every forward pass for the number of CPU threads to use."""
         # transformers 5.24 renames the argument and drops the old name in 5.40
-        self._cache_name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        self._cache_name = (
+            "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        )
         self._last_hidden: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._remember_hidden)
 

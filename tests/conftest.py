@@ -1,0 +1,113 @@
+"""Tiny random models and a byte-level tokenizer; everything deterministic on the CPU."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ooospec.chat.codec import TextCodec
+from ooospec.target.loading import LoadedModel
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """All 256 bytes, some merges of call text, and two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    merges = []
+    for pair in ('"n', 'am', 'e"', '":', 'Ġ"', '{"', '"}', "}}", "th", "er", "in", "on", "to", "ke"):
+        left, right = pair[0], pair[1]
+        merges.append((left, right))
+        vocab[pair] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|eos|>", "<|end|>"])
+    return tokenizer
+
+
+def tiny_model(family: str, seed: int = 0, vocab: int | None = None, **extra: object) -> torch.nn.Module:
+    """A random model of 2 layers and width 64 whose greedy output does not collapse into one token."""
+    torch.manual_seed(seed)
+    vocab = vocab or byte_tokenizer().get_vocab_size() + 6
+    config = AutoConfig.for_model(
+        family, vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.15, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **({"head_dim": 32} if family == "qwen3" else {}), **extra,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+
+def load_tiny(family: str, seed: int = 0) -> LoadedModel:
+    """A tiny model with its tokenizer, as `load_model` would return it."""
+    tokenizer = byte_tokenizer()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|eos|>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    model = tiny_model(family, seed)
+    eos = [tokenizer.token_to_id("<|eos|>"), tokenizer.token_to_id("<|end|>")]
+    model.generation_config.eos_token_id = eos
+    return LoadedModel(f"tiny-{family}", model, wrapped, TextCodec(tokenizer, eos), "float32", "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads():
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def tiny(request) -> LoadedModel:
+    return load_tiny(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> LoadedModel:
+    return load_tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def codec() -> TextCodec:
+    tokenizer = byte_tokenizer()
+    return TextCodec(tokenizer, [tokenizer.token_to_id("<|eos|>"), tokenizer.token_to_id("<|end|>")])
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+                "days": {"type": "integer"},
+            },
+            "required": ["city"],
+        },
+    },
+}
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "web_search",
+        "description": "Search",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+    },
+}
+
+
+@pytest.fixture
+def tools() -> list[dict]:
+    return [WEATHER, SEARCH]
+
+
+LETTERS = string.ascii_letters

@@ -1,0 +1,322 @@
+"""The sidecar: its wave on tiny models, its protocol, and every way it can fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ooospec.chat.schema import read_tools
+from ooospec.errors import SidecarError
+from ooospec.placement import Placement
+from ooospec.runtime import Decoder
+from ooospec.sidecar import protocol
+from ooospec.sidecar.branches import Branch, Trie
+from ooospec.sidecar.client import SidecarClient, _signature
+from ooospec.sidecar.predictor import WavePredictor, is_mentioned
+from ooospec.sidecar.process import SidecarProcess, SidecarSpec
+from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, ToolSlot, Turn, Welcome
+from ooospec.sidecar.server import SidecarServer, bind
+
+FAKE = Path(__file__).with_name("fake_sidecar.py")
+THREADS = Placement(1, 2, 1)
+
+
+def fake(kind):
+    spec = SidecarSpec(Path(), "fake")
+    return SidecarProcess(spec, [sys.executable, str(FAKE), kind])
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.fixture
+def decoder(tiny_llama):
+    made = []
+
+    def make(kind):
+        decoder = Decoder(tiny_llama, None, measured_budget=False, placement=THREADS)
+        decoder._client = SidecarClient(process=fake(kind))
+        decoder._client.wait_ready(20)
+        made.append(decoder)
+        return decoder
+
+    yield make
+    for each in made:
+        each.close()
+
+
+MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
+
+
+def reference(tiny_llama, tools):
+    with Decoder(tiny_llama, None, measured_budget=False, placement=THREADS) as plain:
+        return plain.generate(MESSAGES, tools, method="ar", max_new_tokens=40).output_ids
+
+
+FAULTS = {"good": [], "garbage": ["garbage"], "stranger": ["stray"], "error": ["error"], "hang": [], "suicide": ["restarted"]}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_faulty_sidecar_costs_speed_only(decoder, tiny_llama, tools, kind, caplog):
+    expected = reference(tiny_llama, tools)
+    runner = decoder(kind)
+    with caplog.at_level(logging.WARNING, "ooospec"):
+        for _ in range(3):
+            result = runner.generate(MESSAGES, tools, max_new_tokens=40)
+            assert result.output_ids == expected
+            time.sleep(0.1)
+    for warning in FAULTS[kind]:
+        assert runner.warnings[warning] >= 1
+        assert any("sidecar" in record.getMessage() for record in caplog.records)
+    if kind == "good":
+        assert runner.warnings == {}
+
+
+def test_sigkill_in_mid_wave(decoder, tiny_llama, tools):
+    expected = reference(tiny_llama, tools)
+    runner = decoder("hang")
+    commits = runner.stream(MESSAGES, tools, max_new_tokens=40)
+    tokens = list(next(commits).tokens)
+    os.kill(runner._client._process.pid, signal.SIGKILL)
+    for commit in commits:
+        tokens += commit.tokens
+    assert tuple(tokens) == expected
+    assert runner.generate(MESSAGES, tools, max_new_tokens=40).output_ids == expected  # started again
+
+
+def test_the_good_hint_arrives(decoder, tools):
+    runner = decoder("good")
+    mailbox = runner._client.submit(read_tools(tools), [("user", "Oslo")])
+    assert wait_for(lambda: mailbox.poll().complete)
+    hint = mailbox.hint
+    assert hint.function.names == ("get_weather",)
+    assert hint.slots["get_weather", "city"].value == "Oslo"
+    assert 0 < hint.payload_bytes < 40
+
+
+def test_two_engines_on_one_sidecar_do_not_mix_hints(tools):
+    process = fake("good")
+    clients = [SidecarClient(address=process.address) for _ in range(2)]
+    try:
+        boxes = [[c.submit(read_tools(tools), [("user", f"{who} {n}")]) for n in range(5)] for who, c in enumerate(clients)]
+        for who, mine in enumerate(boxes):
+            for n, box in enumerate(mine):
+                assert wait_for(lambda box=box: box.poll().complete)
+                assert box.hint.slots["get_weather", "city"].value == f"{who} {n}"
+    finally:
+        for client in clients:
+            client.close()
+        process.stop()
+
+
+def test_attaching_to_nobody_is_refused_clearly():
+    client = SidecarClient(address="tcp://127.0.0.1:9")
+    with pytest.raises(SidecarError, match=r"No sidecar answered at tcp://127\.0\.0\.1:9"):
+        client.wait_ready(0.3)
+    client.close()
+
+
+def test_a_sidecar_that_cannot_start_says_why():
+    spec = SidecarSpec(Path("/nonexistent/model"), "x")
+    client = SidecarClient(process=SidecarProcess(spec))
+    with pytest.raises(SidecarError, match="nonexistent"):
+        client.wait_ready(60)
+    client.close()
+
+
+def test_the_sidecar_ends_with_its_parent():
+    """Also when the parent is killed: the child watches its standard input."""
+    script = (
+        "import sys, time; from pathlib import Path; from ooospec.sidecar.process import *;"
+        f"p = SidecarProcess(SidecarSpec(Path(), 'fake'), [sys.executable, {str(FAKE)!r}, 'good']);"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    for how in (signal.SIGKILL, signal.SIGINT):
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+            child = int(parent.stdout.readline())
+            parent.send_signal(how)
+            parent.wait()
+        assert wait_for(lambda child=child: not Path(f"/proc/{child}").exists() or "zombie" in _state(child))
+
+
+def _state(pid):
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return "zombie"
+
+
+# ---------------------------------------------------------------- server
+
+
+class ScriptedPredictor:
+    def __init__(self):
+        self.waves = []
+
+    def wave(self, request):
+        self.waves.append(request.request)
+        yield Function(request.request, (0,), (77,))
+        yield None
+        if request.dialogue and request.dialogue[0].text == "fail":
+            raise RuntimeError("broken")
+        yield SlotValue(request.request, 0, 0, 50, "v")
+        yield None
+
+    def timings(self):
+        return 1, 2, 3
+
+
+@pytest.fixture
+def served():
+    import zmq
+
+    socket, address = bind("tcp://127.0.0.1:*")
+    server = SidecarServer(ScriptedPredictor(), "scripted", socket)
+    client = zmq.Context.instance().socket(zmq.DEALER)
+    client.connect(address)
+
+    def exchange(*messages, turns=12):
+        for message in messages:
+            client.send(message if isinstance(message, bytes) else protocol.encoder.encode(message))
+        time.sleep(0.1)
+        got = []
+        for _ in range(turns):
+            if server._job or server._queue or socket.poll(0):
+                server.turn()
+            time.sleep(0.01)
+            while client.poll(0):
+                got.append(protocol.from_sidecar.decode(client.recv()))
+        return got
+
+    yield server, exchange
+    client.close(0)
+    socket.close(0)
+
+
+TOOL = (_signature(read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}])[0]),)
+
+
+def test_server_answers_in_order_and_survives_faults(served):
+    server, exchange = served
+    good, bad = Submit(1, TOOL, (Turn("user", "x"),)), Submit(2, TOOL, (Turn("user", "fail"),))
+    got = exchange(Hello(), b"garbage", good, bad, Submit(3, TOOL, ()))
+    assert got[0] == Welcome("scripted")
+    assert [m.request for m in got if isinstance(m, Function)] == [1, 2, 3]
+    ends = {m.request: m.error for m in got if isinstance(m, Done)}
+    assert ends == {1: "", 2: "RuntimeError: broken", 3: ""}
+    assert server.bad_messages == 1
+
+
+def test_server_cancels_waiting_and_running_waves(served):
+    server, exchange = served
+    got = exchange(Submit(1, TOOL, ()), Submit(2, TOOL, ()), Cancel(2), Cancel(1))
+    assert server.predictor.waves in ([], [1])
+    assert all(not isinstance(m, SlotValue) for m in got)
+
+
+def test_another_protocol_version_is_counted(tools):
+    process = fake("good")
+    client = SidecarClient(address=process.address)
+    client._file(protocol.encoder.encode(Welcome("old", 99)))
+    assert client.warnings["version"] == 1
+    client.close()
+    process.stop()
+
+
+# ---------------------------------------------------------------- wave
+
+SLOTS = (
+    ToolSlot("city", ("string",), True, "", ()),
+    ToolSlot("days", ("integer",), True, "", ()),
+    ToolSlot("unit", ("string",), True, "", ("celsius", "fahrenheit")),
+    ToolSlot("deep", (), True, "", ()),
+)
+SIGNATURES = (protocol.ToolSignature("get_weather", "Weather", SLOTS), protocol.ToolSignature("other", "x", SLOTS[:1]))
+REQUEST = Submit(1, SIGNATURES, (Turn("user", "Oslo for 3 days"),))
+
+
+def test_wave_answers_every_kind_of_slot(tiny):
+    predictor = WavePredictor(tiny, min_tool_chance=0.0)
+    answers = [m for m in predictor.wave(REQUEST) if m is not None]
+    assert isinstance(answers[0], Function)
+    assert set(answers[0].tools) == {0, 1}
+    found = {(m.tool, m.slot): m for m in answers[1:]}
+    assert isinstance(found[0, 2].value, str)
+    assert found[0, 2].value in ("celsius", "fahrenheit")
+    for (_, slot), message in found.items():
+        if slot == 0:
+            assert isinstance(message.value, str)
+        if slot == 1:
+            assert isinstance(message.value, int | float)
+        assert 1 <= message.percent <= 99
+    again = [m for m in WavePredictor(tiny, min_tool_chance=0.0).wave(REQUEST) if m is not None]
+    assert again == answers  # deterministic, and equal with a warm prefix:
+    assert [m for m in predictor.wave(REQUEST) if m is not None] == answers
+
+
+def test_large_inventories_ask_for_the_function_first(tiny):
+    small = WavePredictor(tiny, max_first_nodes=1, min_tool_chance=0.0)
+    large = WavePredictor(tiny, max_first_nodes=10_000, min_tool_chance=0.0)
+    one, two = ([m for m in p.wave(REQUEST) if isinstance(m, SlotValue)] for p in (small, large))
+    key = lambda m: (m.tool, m.slot)  # noqa: E731
+    assert [(key(m), m.value) for m in sorted(one, key=key)] == [(key(m), m.value) for m in sorted(two, key=key)]
+    assert small.stats.steps > large.stats.steps
+
+
+def test_a_branch_equals_asking_alone(tiny):
+    """The packed pass gives every question the same next token as a plain forward pass over its own text."""
+    predictor = WavePredictor(tiny)
+    prefix = predictor._prefix_ids(REQUEST)
+    predictor.model.begin(prefix)
+    predictor.model.prefill(prefix[:-1])
+    trie, names, branches = predictor._plant(REQUEST, prefix[-1], (0, 1))
+    first = predictor._pass(trie, names, branches)
+    for branch in branches:
+        asked = [trie.tokens[node] for node in trie.ancestors(branch.end)][1:]
+        with torch.inference_mode():
+            plain = tiny.model(torch.tensor([[*prefix, *asked]])).logits[0, -1].log_softmax(-1)
+        assert np.allclose(first.rows[branch.end].numpy(), plain.numpy(), atol=1e-4)
+
+
+def test_answers_stop_where_the_value_ends(codec):
+    trie = Trie([0])
+    string = Branch.plant(trie, codec, (0, "f"), (0, SLOTS[0]))
+    string.answer = codec.encode('Os"lo')
+    assert string.finish(codec) == (True, "Os")
+    string.answer = codec.encode(r"a \" b")
+    assert string.finish(codec) == (False, None)
+    number = Branch.plant(trie, codec, (0, "f"), (1, SLOTS[1]))
+    number.answer = codec.encode("12")
+    assert number.finish(codec)[0] is False
+    number.answer = codec.encode("12,")
+    assert number.finish(codec) == (True, 12)
+    free = Branch.plant(trie, codec, (0, "f"), (3, SLOTS[3]))
+    free.answer = codec.encode(' [1, "a"]}')
+    assert free.finish(codec) == (True, [1, "a"])
+
+
+@pytest.mark.parametrize(
+    ("value", "mentioned"),
+    [("Oslo", True), ("osl", False), (3, True), (33, False), (["Oslo", "3"], True), ({}, False), (None, False), (True, False)],
+)
+def test_mentioned_values(value, mentioned):
+    assert is_mentioned(value, "In OSLO for 3 days") is mentioned
+
+
+def test_payload_is_small():
+    messages = [Function(7, (0, 1), (93, 5)), SlotValue(7, 0, 1, 88, "Reykjavik"), SlotValue(7, 0, 2, 90, 3)]
+    assert sum(len(protocol.encoder.encode(m)) for m in messages) < 50
+    assert json.dumps("x")
