@@ -24,7 +24,7 @@ def byte_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
     merges = []
-    for pair in ('"n', 'am', 'e"', '":', 'Ġ"', '{"', '"}', "}}", "th", "er", "in", "on", "to", "ke"):
+    for pair in ('"n', "am", 'e"', '":', 'Ġ"', '{"', '"}', "}}", "th", "er", "in", "on", "to", "ke"):
         left, right = pair[0], pair[1]
         merges.append((left, right))
         vocab[pair] = len(vocab)
@@ -41,7 +41,7 @@ def tiny_model(family: str, seed: int = 0, vocab: int | None = None, **extra: ob
     vocab = vocab or byte_tokenizer().get_vocab_size() + 6
     config = AutoConfig.for_model(
         family, vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.15, pad_token_id=0, bos_token_id=1,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.15, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, **({"head_dim": 32} if family == "qwen3" else {}), **extra,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()

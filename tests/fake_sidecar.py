@@ -8,6 +8,7 @@ import threading
 import time
 
 import zmq
+
 from ooospec.sidecar import protocol
 from ooospec.sidecar.process import READY
 from ooospec.sidecar.protocol import Done, Function, Hello, SlotValue, Submit, Welcome
@@ -16,7 +17,12 @@ from ooospec.sidecar.protocol import Done, Function, Hello, SlotValue, Submit, W
 def answer(kind: str, message: Submit) -> list[bytes]:
     number = message.request
     if kind == "garbage":
-        return [b"\xff\x00nonsense", b"", protocol.encoder.encode(["s", number, 99, 99, 50, "x"]), protocol.encoder.encode({"a": 1})]
+        return [
+            b"\xff\x00nonsense",
+            b"",
+            protocol.encoder.encode(["s", number, 99, 99, 50, "x"]),
+            protocol.encoder.encode({"a": 1}),
+        ]
     if kind == "stranger":
         number += 1000
     value = message.dialogue[-1].text if message.dialogue else "?"

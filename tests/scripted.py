@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from ooospec.core import DecodeContext
 from ooospec.engine import Budget, decode
 from ooospec.methods import Memory, proposers

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ooospec.core import DecodeContext, Draft
 from ooospec.engine import Budget, decode
 from ooospec.methods import Memory, proposers
@@ -48,7 +49,9 @@ def run(loaded, sources, *, prompt=PROMPT, limit=60, stop=(), chooser=None, targ
     context = DecodeContext(loaded.codec, prompt, output, ())
     target = target or TargetModel(loaded.model)
     commits = list(
-        decode(target, context, output, sources, chooser or Greedy(), Limits(limit, stop), budget or Budget(32), **options)
+        decode(
+            target, context, output, sources, chooser or Greedy(), Limits(limit, stop), budget or Budget(32), **options
+        )
     )
     assert [t for c in commits for t in c.tokens] == output
     return output, commits
@@ -153,7 +156,9 @@ class WrongMask(TargetModel):
 
     def verify(self, tree, lead=()):
         depths = [self.cache.length + len(lead) + d for d in tree.depths()]
-        return self.forward([*lead, *tree.tokens], [*range(self.cache.length, self.cache.length + len(lead)), *depths], keep=len(tree))
+        return self.forward(
+            [*lead, *tree.tokens], [*range(self.cache.length, self.cache.length + len(lead)), *depths], keep=len(tree)
+        )
 
 
 class WrongPositions(TargetModel):
@@ -222,7 +227,11 @@ def test_stop_strings_cut_alike(tiny_llama):
     text = tiny_llama.codec.decode(expected[10:12])
     results = [
         run(tiny_llama, [Scripted(make)], stop=(text,))
-        for make in (lambda o: [], lambda o: [expected[len(o) : len(o) + 12]], lambda o: [expected[len(o) : len(o) + 3]])
+        for make in (
+            lambda o: [],
+            lambda o: [expected[len(o) : len(o) + 12]],
+            lambda o: [expected[len(o) : len(o) + 3]],
+        )
     ]
     assert results[0][1][-1].finish_reason == "stop"
     assert results[0][0] == results[1][0] == results[2][0] == expected[: len(results[0][0])]
@@ -230,7 +239,7 @@ def test_stop_strings_cut_alike(tiny_llama):
 
 
 def test_context_end_is_respected(tiny_llama):
-    prompt = [7] * 1020  # 1024 positions
+    prompt = [7] * 2044  # 2048 positions
     got, commits = run(tiny_llama, [Scripted(lambda o: [[1] * 10])], prompt=prompt, limit=100)
     assert len(got) <= 4
     assert commits[-1].finish_reason in ("length", "eos")

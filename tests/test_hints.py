@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from ooospec.chat.schema import read_tools
 from ooospec.core import FunctionHint, Hint, SlotHint
-from ooospec.methods import Memory
-
+from ooospec.methods import Memory, proposers
 from scripted import write
 from test_exactness import PROMPT, run, stock
-from ooospec.methods import proposers
 
 ARGUMENTS = {"city": "Reykjavik harbour", "unit": "celsius", "days": 12}
 TEXTS = {
@@ -28,9 +27,7 @@ def text_of(style, arguments=None):
 
 def hint_of(arguments=None, name="get_weather", all_slots=("city", "unit", "days"), **changes):
     values = {**(arguments or ARGUMENTS), **changes}
-    slots = {
-        (name, slot): SlotHint(name, slot, values.get(slot), slot in values, 0.9) for slot in all_slots
-    }
+    slots = {(name, slot): SlotHint(name, slot, values.get(slot), slot in values, 0.9) for slot in all_slots}
     return Hint(FunctionHint((name,), (0.95,)), slots, True)
 
 
@@ -48,7 +45,9 @@ def test_perfect_hint_needs_few_rounds_in_every_style(codec, tools, style):
 
 def test_learned_style_needs_one_round(codec, tools):
     memory = Memory()
-    indented = '```json\n{\n   "name": "get_weather",\n   "arguments": {\n      "city": "X",\n      "days": 1\n   }\n}\n```\n'
+    indented = (
+        '```json\n{\n   "name": "get_weather",\n   "arguments": {\n      "city": "X",\n      "days": 1\n   }\n}\n```\n'
+    )
     hint = hint_of({"city": "X", "days": 1})
     first = rounds(codec, tools, indented, hint, memory=memory, nodes=400)
     assert first > 2

@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ooospec.chat.scanner import CallScanner
 
 JSON = st.recursive(
@@ -16,7 +17,9 @@ JSON = st.recursive(
     max_leaves=8,
 )
 CALLS = st.lists(
-    st.tuples(st.text(min_size=1, max_size=12), st.dictionaries(st.text(max_size=8), JSON, max_size=4)), min_size=1, max_size=3
+    st.tuples(st.text(min_size=1, max_size=12), st.dictionaries(st.text(max_size=8), JSON, max_size=4)),
+    min_size=1,
+    max_size=3,
 )
 AROUND = st.sampled_from(["", "\n", "<tool_call>\n", "```json\n", "Text, then a call: ", "[", "{not json} ", "{} "])
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from ooospec.chat.schema import read_tools
 from ooospec.errors import SidecarError
 from ooospec.placement import Placement
@@ -66,7 +67,14 @@ def reference(tiny_llama, tools):
         return plain.generate(MESSAGES, tools, method="ar", max_new_tokens=40).output_ids
 
 
-FAULTS = {"good": [], "garbage": ["garbage"], "stranger": ["stray"], "error": ["error"], "hang": [], "suicide": ["restarted"]}
+FAULTS = {
+    "good": [],
+    "garbage": ["garbage"],
+    "stranger": ["stray"],
+    "error": ["error"],
+    "hang": [],
+    "suicide": ["restarted"],
+}
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -111,7 +119,9 @@ def test_two_engines_on_one_sidecar_do_not_mix_hints(tools):
     process = fake("good")
     clients = [SidecarClient(address=process.address) for _ in range(2)]
     try:
-        boxes = [[c.submit(read_tools(tools), [("user", f"{who} {n}")]) for n in range(5)] for who, c in enumerate(clients)]
+        boxes = [
+            [c.submit(read_tools(tools), [("user", f"{who} {n}")]) for n in range(5)] for who, c in enumerate(clients)
+        ]
         for who, mine in enumerate(boxes):
             for n, box in enumerate(mine):
                 assert wait_for(lambda box=box: box.poll().complete)
@@ -145,7 +155,9 @@ def test_the_sidecar_ends_with_its_parent():
         "print(p.pid, flush=True); time.sleep(60)"
     )
     for how in (signal.SIGKILL, signal.SIGINT):
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as parent:
             child = int(parent.stdout.readline())
             parent.send_signal(how)
             parent.wait()
@@ -310,7 +322,16 @@ def test_answers_stop_where_the_value_ends(codec):
 
 @pytest.mark.parametrize(
     ("value", "mentioned"),
-    [("Oslo", True), ("osl", False), (3, True), (33, False), (["Oslo", "3"], True), ({}, False), (None, False), (True, False)],
+    [
+        ("Oslo", True),
+        ("osl", False),
+        (3, True),
+        (33, False),
+        (["Oslo", "3"], True),
+        ({}, False),
+        (None, False),
+        (True, False),
+    ],
 )
 def test_mentioned_values(value, mentioned):
     assert is_mentioned(value, "In OSLO for 3 days") is mentioned

@@ -217,11 +217,11 @@ def models_list() -> None:
     from ooospec.models.resolver import converted_folder
 
     table = Table(box=None)
-    for heading in ("name", "hub id", "download", "here", "licence", "note"):
-        table.add_column(heading)
+    for heading in ("name", "download", "here", "licence", "note"):
+        table.add_column(heading, no_wrap=heading != "note")
     for name, entry in catalogue().items():
         here = "yes" if converted_folder(name).is_dir() else "no"
-        table.add_row(name, entry.hub, f"{entry.bytes / 1e6:.0f} MB", here, entry.license, entry.note)
+        table.add_row(name, f"{entry.bytes / 1e6:.0f} MB", here, entry.license, f"{entry.hub}: {entry.note}")
     Console().print(table)
 
 

@@ -36,7 +36,8 @@ class CostCurve(msgspec.Struct, frozen=True):
 def measure_cost(target: TargetModel, progress: Callable[[int, int], None] | None = None) -> CostCurve:
     """Time verify passes on a prefix of 384 tokens; the median of three each. Uses the target's cache."""
     target.begin([0])
-    target.prefill([i % 997 for i in range(PREFIX_TOKENS)])
+    vocabulary = target.model.get_output_embeddings().weight.shape[0]
+    target.prefill([i % min(997, vocabulary) for i in range(PREFIX_TOKENS)])
     times: list[float] = []
     for step, width in enumerate(WIDTHS):
         tree = CandidateTree(tuple(range(width)), tuple(range(-1, width - 1)), ("",) * width)
