@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+
 from ooospec.bench.datasets import BenchRequest
 from ooospec.config import DEFAULT_SIDECAR, DEFAULT_TARGET
 from ooospec.demo.compare import compare
@@ -33,7 +34,9 @@ def test_all_methods_are_identical_in_float32(small):
 def test_sampling_is_identical_for_one_seed(small):
     request = examples()[0]
     outputs = {
-        small.generate(list(request.messages), request.tools, method=m, temperature=0.8, seed=5, max_new_tokens=40).output_ids
+        small.generate(
+            list(request.messages), request.tools, method=m, temperature=0.8, seed=5, max_new_tokens=40
+        ).output_ids
         for m in ("ar", "toolspec", "ooo")
     }
     assert len(outputs) == 1

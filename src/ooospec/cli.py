@@ -26,6 +26,7 @@ Sidecar = Annotated[
 Adapter = Annotated[str | None, typer.Option(help="Folder of a peft adapter for the sidecar.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
+Prefix = Annotated[str, typer.Option(help="warm: tools and system prompt are in the KV cache; cold: nothing is.")]
 PlacementName = Annotated[str, typer.Option(help="shared: all cores for everything; split: half of them each.")]
 
 
@@ -44,6 +45,11 @@ def _decoder(target: str, sidecar: str, **options: Any) -> Any:
     options["placement"] = _placement(options.pop("placement", "shared"))
     with progress_bars() as progress:
         return Decoder(target, None if sidecar == "none" else sidecar, progress=progress, **options)
+
+
+def _check_prefix(prefix: str) -> None:
+    if prefix not in ("warm", "cold"):
+        raise UsageError(f"--prefix must be warm or cold; got {prefix!r}.")
 
 
 def _read_json(path: Path, what: str) -> Any:
@@ -115,16 +121,13 @@ def demo(
     placement: PlacementName = "shared",
     data: Annotated[Path | None, typer.Option(help="Folder with bfcl/: adds requests of that benchmark.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Requests taken from BFCL, where it is there.")] = 3,
-    prefix: Annotated[
-        str, typer.Option(help="warm: tools and system prompt are cached, as in servers; cold: nothing is.")
-    ] = "warm",
+    prefix: Prefix = "warm",
     html: Annotated[Path | None, typer.Option(help="Also write the timeline as a self-contained page.")] = None,
 ) -> None:
     """Run AR, ToolSpec and OoO-Spec back to back on real requests and show what happened when."""
     from ooospec.demo.run import run_demo
 
-    if prefix not in ("warm", "cold"):
-        raise UsageError(f"--prefix must be warm or cold; got {prefix!r}.")
+    _check_prefix(prefix)
     if html is not None and not html.absolute().parent.is_dir():
         raise UsageError(f"No folder {str(html.absolute().parent)!r} for --html; create it first.")
     with _decoder(target, sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
@@ -146,18 +149,21 @@ def verify(
     limit: Annotated[int, typer.Option(min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Chooses and orders the requests.")] = 0,
     methods: Annotated[str, typer.Option(help="Comma-separated methods to compare with ar.")] = "lookup,toolspec,ooo",
+    prefix: Prefix = "warm",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_NEW_TOKENS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare outputs with and without speculation, token by token."""
-    from ooospec.demo.verify import run_verify
+    from ooospec.demo.verify import VerifySettings, run_verify
 
+    _check_prefix(prefix)
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": placement}
     ok = run_verify(
         lambda: _decoder(target, sidecar if "ooo" in chosen else "none", **options),
-        benchmark, data, limit, seed, chosen, max_new_tokens, as_json,
-    )  # fmt: skip
+        VerifySettings(benchmark, data, limit, seed, tuple(chosen), max_new_tokens, prefix),
+        as_json,
+    )
     if not ok:
         raise typer.Exit(1)
 

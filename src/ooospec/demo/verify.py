@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,35 @@ def _requests(benchmark: str, data: Path | None, limit: int, seed: int) -> list[
     return sample(load_benchmark(benchmark, data), limit, seed)
 
 
-def run_verify(
-    load: Callable[[], Decoder],
-    benchmark: str,
-    data: Path | None,
-    limit: int,
-    seed: int,
-    methods: Sequence[str],
-    max_new_tokens: int,
-    as_json: bool,
-) -> bool:
+@dataclass(frozen=True, slots=True)
+class VerifySettings:
+    """What is compared."""
+
+    benchmark: str
+    data: Path | None
+    limit: int
+    seed: int
+    methods: tuple[str, ...]
+    max_new_tokens: int
+    prefix: str
+
+
+def run_verify(load: Callable[[], Decoder], settings: VerifySettings, as_json: bool) -> bool:
     """Print identical n/N per method and each divergence; False when one is wider than a rounding tie."""
+    methods = settings.methods
     unknown = [method for method in methods if method not in METHODS]
     if unknown or not methods:
         raise UsageError(f"Unknown methods {', '.join(unknown) or '(none given)'}; choose from {', '.join(METHODS)}.")
-    requests = _requests(benchmark, data, limit, seed)
+    requests = _requests(settings.benchmark, settings.data, settings.limit, settings.seed)
     comparisons: list[Comparison] = []
     with load() as decoder:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("verify", total=len(requests))
             for request in requests:
-                compared = compare(decoder, request, ["ar", *methods], max_new_tokens=max_new_tokens)
+                compared = compare(
+                    decoder, request, ["ar", *methods], max_new_tokens=settings.max_new_tokens, prefix=settings.prefix
+                )
                 comparisons.append(compared)
                 progress.advance(task)
         warnings = decoder.warnings
