@@ -20,6 +20,7 @@ class ScriptedTarget:
 
     def __init__(self, script, vocab):
         self.script, self.vocab = list(script), vocab
+        self.vocabulary = vocab
 
     def begin(self, prompt_ids, salt=""):
         self.committed = []

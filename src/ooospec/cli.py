@@ -47,6 +47,15 @@ def _decoder(target: str, sidecar: str, **options: Any) -> Any:
         return Decoder(target, None if sidecar == "none" else sidecar, progress=progress, **options)
 
 
+def _one_line(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # half a surrogate pair, or a terminal without UTF-8
+        return json.dumps(value)
+    return text
+
+
 def _check_prefix(prefix: str) -> None:
     if prefix not in ("warm", "cold"):
         raise UsageError(f"--prefix must be warm or cold; got {prefix!r}.")
@@ -101,7 +110,7 @@ def generate(
             stop=stop or (),
         )
     if as_json:
-        sys.stdout.write(json.dumps(result.to_dict(), ensure_ascii=False) + "\n")
+        sys.stdout.write(_one_line(result.to_dict()) + "\n")
         return
     sys.stdout.write(result.text.strip() + "\n")
     sys.stderr.write(

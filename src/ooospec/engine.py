@@ -52,15 +52,15 @@ def decode(
     root, number, finish = context.prompt_ids[-1], 0, None
     for proposer in proposers:
         proposer.begin(context)
-    while len(lead) > (chunk := prefill_chunk()):
-        target.prefill(lead[:chunk])
-        lead = lead[chunk:]
     try:
+        while len(lead) > (chunk := prefill_chunk()):
+            target.prefill(lead[:chunk])
+            lead = lead[chunk:]
         while finish is None:
             start = time.perf_counter()
             room = limits.max_new_tokens - len(output) - 1
             drafts = [draft for proposer in proposers for draft in proposer.propose()]
-            tree = build_tree(root, drafts, budget.max_nodes, budget.cost, max_depth=room)
+            tree = build_tree(root, drafts, budget.max_nodes, budget.cost, room, target.vocabulary)
             proposed = time.perf_counter()
             logits = target.verify(tree, lead)
             accepted = accept(tree, logits, chooser)

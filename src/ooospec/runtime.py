@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from ooospec.chat.scanner import CallScanner
-from ooospec.chat.template import Conversation, plain_text, render
+from ooospec.chat.template import Conversation, check_messages, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
 from ooospec.core import Commit, DecodeContext, Hint, ToolCall
 from ooospec.engine import Budget, decode
@@ -61,32 +60,27 @@ class Decoder:
         progress = progress or Silent()
         self.placement = placement or Placement.shared()
         self._client: SidecarClient | None = None
-        self._warm: tuple[list[int], PrefixCache] | None = None
+        self._warm: tuple[tuple[str, list[int]], PrefixCache] | None = None
         self._mailbox: Mailbox | None = None
+        self._active: _Request | None = None
         if sidecar is not None:
             self._client = self._reach(sidecar, adapter, sidecar_dtype, progress)
+        self.memories: dict[str, Memory] = {}
         try:
+            self.placement.apply()
             self.loaded = self._load(target, dtype, device, progress)
-            self.target = TargetModel(
-                self.loaded.model, PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
-            )
-            if self.loaded.device == "cpu":
-                torch.set_num_threads(self.placement.target_idle)
-                if self.placement.target_cores:
-                    os.sched_setaffinity(0, self.placement.target_cores)
-            self.budget = Budget(max_nodes)
-            if measured_budget:
-                self.budget = self._measure(max_nodes, progress)
-            if self.loaded.device == "cpu":
-                self.target.threads = self._threads
-            if self._client is not None:
+            cache = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+            self.target = TargetModel(self.loaded.model, cache)
+            if self._client is not None:  # before anything is timed: a sidecar that still loads uses the cores
                 progress.update("start sidecar", 0, 1)
                 self._client.wait_ready(READY_TIMEOUT_S)
                 progress.update("start sidecar", 1, 1)
+            self.budget = self._measure(max_nodes, progress) if measured_budget else Budget(max_nodes)
+            if self.loaded.device == "cpu":
+                self.target.threads = self._threads
         except BaseException:
             self.close()
             raise
-        self.memories: dict[str, Memory] = {}
 
     @staticmethod
     def _load(target: str | LoadedModel, dtype: str, device: str | None, progress: Progress) -> LoadedModel:
@@ -123,9 +117,9 @@ class Decoder:
         return self.placement.target_busy if mailbox.working else self.placement.target_idle
 
     def _prefill_chunk(self) -> int:
-        """Choose small chunks while the sidecar works, to take its cores back soon after it ends."""
-        mailbox = self._mailbox
-        return CHUNK_BUSY if mailbox is not None and mailbox.working else CHUNK_IDLE
+        """On a CPU, choose small chunks while the sidecar works, to take its cores back soon after it ends."""
+        busy = self.loaded.device == "cpu" and self._threads() < self.placement.target_idle
+        return CHUNK_BUSY if busy else CHUNK_IDLE
 
     # ------------------------------------------------------------------ requests
 
@@ -144,10 +138,10 @@ class Decoder:
         """
         if prefix not in ("auto", "cold", "warm"):
             raise UsageError(f"prefix must be auto, cold or warm; got {prefix!r}.")
-        kept, usual = self.target.prefix_cache, prefix == "auto"
-        if not usual:
-            self.target.prefix_cache = self._warm_prefix(messages, tools, **options) if prefix == "warm" else None
+        kept = self.target.prefix_cache
         try:
+            if prefix != "auto":
+                self.target.prefix_cache = self._warm_prefix(messages, tools, **options) if prefix == "warm" else None
             request = _Request(self, messages, tools, fresh=prefix == "cold", **options)
             for _ in request.run():
                 pass
@@ -157,18 +151,19 @@ class Decoder:
 
     def _warm_prefix(self, messages: Any, tools: Any, **options: Any) -> PrefixCache:
         """Prefill what other requests with these tools and this system prompt share, on the sidecar's side too."""
-        other = [*([] if isinstance(messages, str) else messages[:-1]), {"role": "user", "content": "Hello."}]
+        other = [*check_messages(messages)[:-1], {"role": "user", "content": "Hello."}]
+        salt = str(options.get("salt", ""))
         rendered = [render(self.loaded.tokenizer, m, tools) for m in (messages, other)]
         ids, other_ids = (self.loaded.codec.encode(conversation.prompt) for conversation in rendered)
         shared = ids[: common_prefix(ids, other_ids)]
-        if self._warm is None or self._warm[0] != shared:
+        if self._warm is None or self._warm[0] != (salt, shared):
             warm = PrefixCache()
             self.target.prefix_cache = None
             self.target.begin([*shared, 0])
             self.target.prefill(shared)
-            warm.put(shared, self.target.cache)
+            warm.put(shared, self.target.cache, salt)
             warm.read_only = True
-            self._warm = shared, warm
+            self._warm = (salt, shared), warm
         if self._client is not None and options.get("method", "ooo") == "ooo" and rendered[1].tools:
             self._client.submit(rendered[1].tools, [("user", "Hello.")]).wait(READY_TIMEOUT_S)
         return self._warm[1]
@@ -196,6 +191,7 @@ class Decoder:
         if self._client is not None:
             self._client.close()
             self._client = None
+        self.placement.undo()
 
     def __enter__(self) -> Decoder:
         return self
@@ -219,7 +215,7 @@ class _Request:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         temperature: float = 0.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         salt: str = "",
         hint: Hint | None = None,
         budget: Budget | None = None,
@@ -228,7 +224,7 @@ class _Request:
         self.clock = time.perf_counter()
         self.decoder, self.method, self.salt, self.fixed_hint = decoder, method, salt, hint
         self.conversation: Conversation = render(decoder.loaded.tokenizer, messages, tools)
-        self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
+        self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()))
         self.chooser: Chooser = Sampler(temperature, seed) if temperature > 0 else Greedy()
         self.budget = budget or decoder.budget
         self.fresh = fresh
@@ -242,6 +238,17 @@ class _Request:
     def run(self) -> Iterator[Commit]:
         """Launch the wave, then decode."""
         decoder, conversation = self.decoder, self.conversation
+        if decoder._active is not None:
+            raise UsageError(
+                "This decoder is decoding another request; it takes one at a time. Finish or close that stream first."
+            )
+        decoder._active = self
+        try:
+            yield from self._run(decoder, conversation)
+        finally:
+            decoder._active = None
+
+    def _run(self, decoder: Decoder, conversation: Conversation) -> Iterator[Commit]:
         wanted = self.method == "ooo" and self.fixed_hint is None and conversation.tools
         if decoder._client is not None and wanted:
             turns = [(str(m["role"]), plain_text(m)) for m in conversation.messages]

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ooospec.core import Codec
-
-MAX_BYTES_PER_TOKEN_WINDOW = 8
-"""Tokens decoded before the new ones so that a stop string that began earlier is seen."""
+from ooospec.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +15,12 @@ class Limits:
 
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}.")
+        if not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise UsageError(f"Stop strings must be non-empty text; got {list(self.stop)!r}.")
 
     def cut(self, codec: Codec, output: Sequence[int], new: Sequence[int]) -> tuple[int, str | None]:
         """Return how many of `new` (to follow `output`) are kept, and the finish reason if the output ends there."""
@@ -29,7 +33,7 @@ class Limits:
         return (room, "length") if len(new) >= room else (len(new), None)
 
     def _has_stop(self, codec: Codec, output: Sequence[int], new: Sequence[int]) -> bool:
-        longest = max(len(codec.encode(stop)) for stop in self.stop)
-        window = MAX_BYTES_PER_TOKEN_WINDOW + len(new) + 4 * longest
-        text = codec.decode([*output, *new][-window:])
+        """Look at as many tokens as the longest stop string has bytes, so that the same cut is found for any drafts."""
+        window = 8 + max(len(stop.encode()) for stop in self.stop)
+        text = codec.decode([*output[-window:], *new][-window:])
         return any(stop in text for stop in self.stop)

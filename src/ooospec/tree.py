@@ -67,12 +67,14 @@ class _Node:
     kept: bool = False
 
 
-def _merge(root: int, drafts: Iterable[Draft], max_depth: int | None) -> _Node:
+def _merge(root: int, drafts: Iterable[Draft], max_depth: int | None, vocabulary: int | None) -> _Node:
     """Merge drafts into a trie; a node's chance is the best that any draft gives its whole path."""
     top = _Node(root, "", 1.0, {})
     for draft in drafts:
         node, chance = top, 1.0
         for token, step in list(zip(draft.tokens, draft.probabilities, strict=True))[:max_depth]:
+            if vocabulary is not None and not 0 <= token < vocabulary:
+                break
             chance *= step
             child = node.children.get(token)
             if child is None:
@@ -111,14 +113,19 @@ def _select(top: _Node, max_nodes: int, cost: Cost | None) -> None:
 
 
 def build_tree(
-    root: int, drafts: Sequence[Draft], max_nodes: int, cost: Cost | None = None, max_depth: int | None = None
+    root: int,
+    drafts: Sequence[Draft],
+    max_nodes: int,
+    cost: Cost | None = None,
+    max_depth: int | None = None,
+    vocabulary: int | None = None,
 ) -> CandidateTree:
     """Merge `drafts` under the last committed token `root`.
 
     At most `max_nodes` nodes (root included), none deeper than `max_depth`, are kept; with `cost`, only as many as
-    raise the expected number of committed tokens per unit of cost.
+    raise the expected number of committed tokens per unit of cost. A draft ends before an id of `vocabulary` or more.
     """
-    top = _merge(root, drafts, max_depth)
+    top = _merge(root, drafts, max_depth, vocabulary)
     _select(top, max_nodes, cost)
     tokens, parents, sources = [], [], []
     stack: list[tuple[_Node, int]] = [(top, -1)]

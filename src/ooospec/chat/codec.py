@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tokenizers import Encoding, Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from ooospec.errors import UsageError
 
+MAX_HELD_TOKENS = 8
+"""Tokens that may wait for the rest of a character."""
 TAIL_SIZES = (8, 3, 1)
 """Committed tokens re-encoded together with a continuation, tried in order."""
 
@@ -52,7 +53,7 @@ class TextCodec:
 
     def stream(self) -> TextStream:
         """Start an incremental decoder."""
-        return TextStream(self._tokenizer)
+        return TextStream(self.decode)
 
     def continue_with(self, committed: Sequence[int], text: str) -> tuple[list[int], list[int]]:
         """Encode `text` as it would go on after the committed ids: (ids, index in `text` where each starts).
@@ -74,10 +75,21 @@ class TextCodec:
 class TextStream:
     """Decode a growing output; text of an unfinished character is held back."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=False)
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._before = 0  # ids decoded for context only
+        self._read = 0  # ids whose text is out
 
     def push(self, ids: Iterable[int]) -> str:
         """Take more ids; return the new text."""
-        return "".join(self._stream.step(self._tokenizer, token) or "" for token in ids)
+        return "".join(self._one(token) for token in ids)
+
+    def _one(self, token: int) -> str:
+        self._ids.append(token)
+        known = self._decode(self._ids[self._before : self._read])
+        text = self._decode(self._ids[self._before :])
+        if text.endswith("\ufffd") and len(self._ids) - self._read < MAX_HELD_TOKENS:
+            return ""
+        self._before, self._read = self._read, len(self._ids)
+        return text[len(known) :]

@@ -76,7 +76,8 @@ class CallScanner:
     @property
     def in_arguments(self) -> bool:
         """Tell whether the scanner is directly inside the arguments object."""
-        return len(self._stack) == 2 and self.open is not None and self.open.arguments is not None
+        arguments = self.open.arguments if self.open is not None else None
+        return len(self._stack) == 2 and arguments is not None and arguments.end is None
 
     @property
     def depth(self) -> int:
@@ -215,6 +216,10 @@ class CallScanner:
             raw = call.arguments.of(self.text)
             try:
                 name = json.loads(f'"{call.name.of(self.text)}"', strict=False)
-                yield name, json.loads(raw, strict=False), raw
-            except ValueError:
+                yield name, json.loads(raw, strict=False, parse_constant=_refuse), raw
+            except (ValueError, RecursionError):
                 continue
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")

@@ -16,7 +16,10 @@ _TYPE_NAMES = {
     "str": "string", "int": "integer", "long": "integer", "bool": "boolean", "any": "", "none": "null",
 }  # fmt: skip
 _JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-MAX_REF_DEPTH = 16
+MAX_BRANCHES = 32
+"""Branches of one union that are looked at."""
+_LITERAL = ("default", "const", "enum", "example", "examples")
+_MAPS = ("properties", "$defs", "definitions", "patternProperties")
 
 
 def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
@@ -33,25 +36,37 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(known)
 
 
-def _resolve(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Follow local `$ref`s and merge the first usable branch of anyOf/oneOf/allOf."""
-    if not isinstance(schema, Mapping) or depth > MAX_REF_DEPTH:
+def _resolve(schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> Mapping[str, Any]:
+    """Follow local `$ref`s (each once on a path) and merge the branches of anyOf/oneOf/allOf."""
+    if not isinstance(schema, Mapping):
         return {}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part.replace("~1", "/").replace("~0", "~"), {}) if isinstance(found, Mapping) else {}
-        return _resolve({**found, **{k: v for k, v in schema.items() if k != "$ref"}}, root, depth + 1)
+        if reference in seen:
+            return {}
+        own = {key: value for key, value in schema.items() if key != "$ref"}
+        return _resolve({**_follow(reference, root), **own}, root, seen | {reference})
     for union in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(union)
         if isinstance(branches, list) and "type" not in schema:
-            resolved = [_resolve(branch, root, depth + 1) for branch in branches]
-            types = [t for branch in resolved for t in _types(branch)]
-            choices = [c for branch in resolved for c in _choices(branch, _types(branch))]
-            merged = {k: v for branch in resolved[::-1] for k, v in branch.items()}
-            return {**merged, **schema, "type": list(dict.fromkeys(types)), **({"enum": choices} if choices else {})}
+            return _merged(schema, [_resolve(branch, root, seen) for branch in branches[:MAX_BRANCHES]])
     return schema
+
+
+def _follow(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Any = root
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _merged(schema: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Merge a union: all types; choices only if every branch but null lists its own."""
+    types = list(dict.fromkeys(t for branch in branches for t in _types(branch)))
+    listed = [_choices(branch, ()) for branch in branches if _types(branch) != ("null",)]
+    choices = [choice for part in listed for choice in part] if all(listed) else []
+    merged = {key: value for branch in branches[::-1] for key, value in branch.items() if key not in ("const", "enum")}
+    return {**merged, **schema, "type": types, **({"enum": choices} if choices else {})}
 
 
 def _choices(schema: Mapping[str, Any], types: tuple[str, ...]) -> tuple[Any, ...]:
@@ -120,7 +135,14 @@ def normalize_schema(schema: Any) -> Any:
         return [normalize_schema(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    result = {key: normalize_schema(value) for key, value in schema.items()}
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _LITERAL:
+            result[key] = value
+        elif key in _MAPS and isinstance(value, Mapping):
+            result[key] = {name: normalize_schema(part) for name, part in value.items()}
+        else:
+            result[key] = normalize_schema(value)
     if isinstance(schema.get("type"), str):
         types = _types(schema)
         if types:
@@ -132,17 +154,23 @@ def normalize_schema(schema: Any) -> Any:
 
 def openai_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Give every tool the form that chat templates expect, with JSON Schema type names."""
-    return [{"type": "function", "function": normalize_schema(tool.get("function", tool))} for tool in tools]
+    listed = []
+    for tool in tools:
+        function = dict(tool.get("function", tool))
+        if "parameters" in function:
+            function["parameters"] = normalize_schema(function["parameters"])
+        listed.append({"type": "function", "function": function})
+    return listed
 
 
 # ---------------------------------------------------------------- API-Bank's prose
 
 _PROSE_START = re.compile(r"use the following tools:\s*\n")
 _PROSE_END = "\n\n**Only generate"
+_PROSE_ENTRY = re.compile(r"^(?=\d+\. )", re.MULTILINE)
 _PROSE_TOOL = re.compile(
-    r"^\d+\. (?:Name: )?(?P<name>[\w.\-]+)(?:\nDescription: |: )(?P<text>.*?)"
-    r"\nParameters: (?P<parameters>\{.*?\})[ \t]*$",
-    re.MULTILINE | re.DOTALL,
+    r"\d+\. (?:Name: )?(?P<name>[\w.\-]+)(?:\nDescription: |: )(?P<text>.*?)\nParameters: (?P<parameters>\{.*\})\s*",
+    re.DOTALL,
 )
 
 
@@ -153,10 +181,13 @@ def prose_tools(system: str) -> tuple[Tool, ...]:
         return ()
     end = system.find(_PROSE_END, start.end())
     tools = []
-    for match in _PROSE_TOOL.finditer(system, start.end(), end if end >= 0 else len(system)):
+    for entry in _PROSE_ENTRY.split(system[start.end() : end if end >= 0 else len(system)]):
+        match = _PROSE_TOOL.fullmatch(entry)
+        if match is None:
+            continue
         try:
             parameters = ast.literal_eval(match["parameters"])
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         schema = {"type": "object", "properties": parameters, "required": list(parameters)}
         tools.append(Tool(match["name"], match["text"].strip(), _slots(schema)))

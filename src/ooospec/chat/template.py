@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jinja2
+
 from ooospec.chat.schema import openai_tools, prose_tools, read_tools
 from ooospec.core import Tool
 from ooospec.errors import UsageError
@@ -66,7 +68,7 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> Conver
     known = read_tools(tools)
     plain: tuple[Message, ...] = checked
     kind = "template"
-    rendered = list(checked)
+    rendered = [_plain_message(message) for message in checked]
     if known:
         if "tools" not in str(tokenizer.chat_template or ""):
             rendered = _with_tool_prompt(rendered, openai_tools(tools))
@@ -76,13 +78,37 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> Conver
         if known:
             plain = checked[1:]
             kind = "prose"
-    prompt = tokenizer.apply_chat_template(
-        rendered,
-        tools=openai_tools(tools) if kind == "template" and known else None,
-        add_generation_prompt=True,
-        tokenize=False,
-    )
+    listed = openai_tools(tools) if kind == "template" and known else None
+    try:
+        prompt = tokenizer.apply_chat_template(rendered, tools=listed, add_generation_prompt=True, tokenize=False)
+    except (jinja2.TemplateError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"The target's chat template does not take these messages: {error}") from error
     return Conversation(str(prompt), known, plain, kind if known else "none")
+
+
+def _plain_message(message: Message) -> Message:
+    """Give a message the form every template takes: text content, arguments of calls as objects."""
+    plain = {**message, "content": _content(message)}
+    if isinstance(message.get("tool_calls"), list):
+        plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
 
 
 def _with_tool_prompt(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
@@ -95,11 +121,10 @@ def _with_tool_prompt(messages: list[Message], tools: list[dict[str, Any]]) -> l
 
 def plain_text(message: Mapping[str, Any]) -> str:
     """Return what a message says, tool calls and tool results included, for the sidecar to read."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    text = str(content or "")
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", {}) if isinstance(call, Mapping) else {}
-        text += f"\ncall {function.get('name')}: {function.get('arguments')}"
+    text = _content(message)
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            text += f"\ncall {function.get('name')}: {function.get('arguments')}"
     return f"result: {text}" if message.get("role") == "tool" else text

@@ -107,7 +107,7 @@ def _hinted(hint: Hint, tools: Sequence[Tool]) -> Guess:
     """Rank the tools as the hint does; tools it does not name keep a small chance, so that their slots can serve."""
     chances = {tool.name: 0.01 for tool in tools}
     if hint.function is not None:
-        chances |= dict(zip(hint.function.names, hint.function.confidences, strict=True))
+        chances |= dict(zip(hint.function.names, hint.function.confidences, strict=False))
     elif len(tools) == 1:
         chances[tools[0].name] = 0.95
     ranked = sorted(tools, key=lambda tool: -chances[tool.name])

@@ -103,7 +103,7 @@ class Branch:
         asked = codec.encode(question)
         nodes = trie.add(asked)
         branch.colon = branch.end = nodes[-1]
-        branch.null = codec.encode(question + " null")[len(asked)]
+        branch.null = (codec.encode(question + " null")[len(asked) :] or [-1])[0]
         if kind == "scored":
             for choice in spec.choices:
                 text = codec.encode(f"{question} {json.dumps(choice, ensure_ascii=False)}")

@@ -34,6 +34,11 @@ from ooospec.sidecar.protocol import (
 
 logger = logging.getLogger("ooospec.sidecar")
 HANG_SECONDS = 60.0
+"""Silence after a request that makes a supervised sidecar count as hung."""
+WAVE_SECONDS = 20.0
+"""After this long a wave no longer counts as working; its answers still do if they come."""
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 300.0
+"""Waiting time before a dead sidecar is started again; doubles with every failure."""
 
 
 class Mailbox:
@@ -64,7 +69,8 @@ class Mailbox:
     @property
     def working(self) -> bool:
         """Tell whether answers are still expected."""
-        return not (self.hint.complete or self.hint.failed)
+        over = self.hint.complete or self.hint.failed
+        return not over and time.perf_counter() - self.submitted < WAVE_SECONDS
 
     def put(self, message: Function | SlotValue | Done, size: int) -> bool:
         """File a message; False if it does not fit the request."""
@@ -74,18 +80,19 @@ class Mailbox:
             self.hint.complete, self.hint.failed = not message.error, bool(message.error)
             return True
         if isinstance(message, Function):
-            if not all(0 <= index < len(self.tools) for index in message.tools):
+            known = all(0 <= index < len(self.tools) for index in message.tools)
+            if not known or len(message.tools) != len(message.percents):
                 return False
             names = tuple(self.tools[index].name for index in message.tools)
-            self.hint.function = FunctionHint(names, tuple(p / 100 for p in message.percents[: len(names)]))
+            self.hint.function = FunctionHint(names, tuple(_chance(percent) for percent in message.percents))
             self.ready_ms = now
         else:
             if not (0 <= message.tool < len(self.tools) and 0 <= message.slot < len(self.tools[message.tool].slots)):
                 return False
             tool = self.tools[message.tool]
             slot = tool.slots[message.slot].name
-            confidence = min(99, max(1, message.percent)) / 100
-            self.hint.slots[tool.name, slot] = SlotHint(tool.name, slot, message.value, message.present, confidence)
+            chance = _chance(message.percent)
+            self.hint.slots[tool.name, slot] = SlotHint(tool.name, slot, message.value, message.present, chance)
         self.hint.payload_bytes += size
         return True
 
@@ -99,18 +106,27 @@ class SidecarClient:
 
     def __init__(self, address: str | None = None, process: SidecarProcess | None = None) -> None:
         self._process = process
-        self._address = process.address if process is not None else address
         self._number = 0
         self._mailboxes: dict[int, Mailbox] = {}
         self.warnings: Counter[str] = Counter()
         self.model = ""
-        self._heard = time.monotonic()
+        self._unanswered_since: float | None = None
+        self._retry_at, self._retry_delay = 0.0, FIRST_RETRY_SECONDS
+        self._socket: zmq.Socket[bytes] | None = None
+        self._address = process.address if process is not None else address or ""
         self._connect()
 
     def _connect(self) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(self._address or "")
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            socket.connect(self._address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise SidecarError(
+                f"Cannot use sidecar address {self._address!r}: {error}. Give one like tcp://192.0.2.7:7777."
+            ) from error
+        self._socket = socket
         self._send(Hello())
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -124,44 +140,52 @@ class SidecarClient:
                     f"No sidecar answered at {self._address} within {timeout_s:.0f} s. Start one there "
                     "(`ooospec sidecar`), check the address, or use --sidecar none."
                 )
-            self._socket.poll(50)
+            time.sleep(0.02)
             self.receive()
 
     def submit(self, tools: tuple[Tool, ...], messages: Sequence[tuple[str, str]], fresh: bool = False) -> Mailbox:
         """Start a wave; returns at once. `fresh` = without KV entries of earlier requests."""
+        self.receive()
         self._revive()
         self._number += 1
-        mailbox = self._mailboxes[self._number] = Mailbox(self, self._number, tools)
-        turns = tuple(Turn(role, text) for role, text in messages)
-        if not self._send(Submit(self._number, tuple(_signature(tool) for tool in tools), turns, fresh)):
+        mailbox = Mailbox(self, self._number, tools)
+        turns = tuple(Turn(role, text.encode("utf-8", "replace").decode()) for role, text in messages)
+        message = Submit(self._number, tuple(_signature(tool) for tool in tools), turns, fresh)
+        if self._send(message):
+            self._mailboxes[self._number] = mailbox
+            self._unanswered_since = self._unanswered_since or time.monotonic()
+        else:
             self._fail(mailbox, "unreachable")
         return mailbox
 
     def _send(self, message: protocol.ToSidecar) -> bool:
+        """Hand a message to ZeroMQ; False where it cannot be encoded (schemas may hold anything) or taken."""
+        if self._socket is None:
+            return False
         try:
             self._socket.send(protocol.encoder.encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, TypeError, ValueError, OverflowError, RecursionError):
             return False
         return True
 
     def receive(self) -> None:
         """File everything that has arrived."""
-        while True:
+        while self._socket is not None:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.ZMQError:
                 break
-            self._heard = time.monotonic()
+            self._unanswered_since, self._retry_delay = None, FIRST_RETRY_SECONDS
             self._file(data)
         if self._process is not None and self._mailboxes and not self._process.alive():
-            for mailbox in list(self._mailboxes.values()):
-                if mailbox.working:
+            for mailbox in self._mailboxes.values():
+                if not mailbox.hint.complete and not mailbox.hint.failed:
                     self._fail(mailbox, "died")
 
     def _file(self, data: bytes) -> None:
         try:
             message = protocol.from_sidecar.decode(data)
-        except (msgspec.DecodeError, msgspec.ValidationError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             self._warn("garbage", "sent a message that is not of the protocol")
             return
         if isinstance(message, Welcome):
@@ -188,31 +212,44 @@ class SidecarClient:
             logger.warning("The sidecar %s; decoding goes on without its hints (further cases are only counted).", text)
 
     def _revive(self) -> None:
-        """Start a supervised sidecar again when it died or has hung."""
+        """Start a supervised sidecar again when it died or has hung, without waiting for it."""
         if self._process is None:
             return
-        stuck = self.warnings["unheard"] and time.monotonic() - self._heard > HANG_SECONDS
-        if self._process.alive() and not stuck:
-            return
-        self._warn("restarted", "was started again")
-        self._socket.close()
-        self._process.restart()
-        self._address, self._heard = self._process.address, time.monotonic()
-        self._connect()
+        now = time.monotonic()
+        hung = self._unanswered_since is not None and now - self._unanswered_since > HANG_SECONDS
+        if (not self._process.alive() or hung) and now >= self._retry_at:
+            self._retry_at, self._retry_delay = now + self._retry_delay, min(2 * self._retry_delay, LAST_RETRY_SECONDS)
+            self._unanswered_since = None
+            self._warn("restarted", "was started again")
+            self._disconnect()
+            try:
+                self._process.start()
+            except OSError as error:
+                self._warn("unstartable", f"could not be started: {error}")
+        if self._socket is None and self._process.listening():
+            self._address = self._process.address
+            self._connect()
 
     def release(self, mailbox: Mailbox) -> None:
         """Forget a request; a wave that still runs is cancelled."""
-        if mailbox.working:
-            if not mailbox.hint.slots and mailbox.hint.function is None:
-                self.warnings["unheard"] += 1
+        if not mailbox.hint.complete and not mailbox.hint.failed:
             self._send(Cancel(mailbox.request))
         self._mailboxes.pop(mailbox.request, None)
 
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     def close(self) -> None:
         """Close the connection and end a sidecar that this process started."""
-        self._socket.close()
+        self._disconnect()
         if self._process is not None:
             self._process.stop()
+
+
+def _chance(percent: int) -> float:
+    return min(99, max(1, percent)) / 100
 
 
 def _signature(tool: Tool) -> ToolSignature:

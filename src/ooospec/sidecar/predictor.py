@@ -101,17 +101,18 @@ class WavePredictor:
         return self.codec.encode(str(text))
 
     def _ask(self, request: Submit, root: int) -> Iterator[Function | SlotValue | None]:
+        if not request.tools:
+            return
         everything = range(len(request.tools))
         trie, names, branches = self._plant(request, root, everything)
         if len(trie.tokens) > self.max_first_nodes:  # too many questions for one pass: the function alone first
             trie, names, branches = self._plant(request, root, ())
         first = self._pass(trie, names, branches)
         chances = _softmax([first.log_chance(nodes) / FUNCTION_TEMPERATURE for nodes in names])
-        best = sorted(everything, key=lambda tool: -chances[tool])[:TOP_FUNCTIONS]
+        ranked = sorted(everything, key=lambda tool: -chances[tool])
+        best = ranked[:TOP_FUNCTIONS]
         yield Function(request.request, tuple(best), tuple(_percent(chances[tool]) for tool in best))
-        likely = [
-            tool for tool in sorted(everything, key=lambda t: -chances[t]) if chances[tool] >= self.min_tool_chance
-        ]
+        likely = [tool for tool in ranked if tool == ranked[0] or chances[tool] >= self.min_tool_chance]
         if not branches:
             self.model.cache.set_length(first.base)
             trie, _, branches = self._plant(request, root, likely)
@@ -186,7 +187,8 @@ class WavePredictor:
         return _slot_value(request, branch, branch.spec.choices[best], chances[best], dialogue)
 
     def _says_null(self, branch: Branch, row: Tensor) -> bool:
-        return not branch.spec.required and branch.opening >= 0 and bool(row[branch.null] > row[branch.opening])
+        askable = not branch.spec.required and branch.opening >= 0 and branch.null >= 0
+        return askable and bool(row[branch.null] > row[branch.opening])
 
     def _take(self, branch: Branch, row: Tensor) -> None:
         """Append the likeliest next token; a number begins with a digit or a sign."""

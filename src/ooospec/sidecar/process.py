@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 from ooospec.errors import SidecarError
 
 READY = "ooospec-sidecar listening on "
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +53,44 @@ class SidecarProcess:
     """A sidecar that lives no longer than this process: it ends when its standard input closes."""
 
     def __init__(self, spec: SidecarSpec, command: Sequence[str] | None = None) -> None:
+        """Start the process and wait until it listens (its model may still be loading). Raises SidecarError."""
         self.spec = spec
         self._command = list(command) if command is not None else spec.arguments()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this object
         self._process: subprocess.Popen[bytes] | None = None
+        self._printed = b""
         self.address = ""
         atexit.register(self.stop)
-        self._start()
+        self.start()
+        if not self.listening(START_TIMEOUT_S):
+            words = self.last_words()
+            self.stop()
+            raise SidecarError(f"The sidecar did not start. Its last words: {words}")
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """End the process, if it runs, and start a new one without waiting for it."""
+        self._end()
+        self._printed, self.address = b"", ""
         # passive waiting: idle OpenMP threads must not spin on cores that the target uses
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.spec.threads), "OMP_WAIT_POLICY": "passive"}
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
             start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().decode(errors="replace").strip()
-        if not line.startswith(READY):
-            words = self.last_words()
-            self.stop()
-            raise SidecarError(f"The sidecar did not start. Its last words: {words}")
-        self.address = line.removeprefix(READY)
+
+    def listening(self, timeout_s: float = 0.0) -> bool:
+        """Tell whether the process has said where it listens, waiting for that at most `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        while not self.address and self._process is not None and self._process.stdout is not None:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
+            data = os.read(self._process.stdout.fileno(), 4096) if ready else b""
+            if not data:
+                break
+            self._printed += data
+            for line in self._printed.decode(errors="replace").split("\n")[:-1]:
+                if line.startswith(READY):
+                    self.address = line.removeprefix(READY).strip()
+        return bool(self.address)
 
     @property
     def pid(self) -> int:
@@ -87,11 +106,6 @@ class SidecarProcess:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1][-300:] if lines else "(nothing)"
-
-    def restart(self) -> None:
-        """End the process, if it still runs, and start a new one."""
-        self._end()
-        self._start()
 
     def stop(self) -> None:
         """End the process for good."""

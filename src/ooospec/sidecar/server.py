@@ -71,7 +71,7 @@ class SidecarServer:
     def _receive(self, client: bytes, data: bytes) -> None:
         try:
             message = protocol.to_sidecar.decode(data)
-        except (msgspec.DecodeError, msgspec.ValidationError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             self.bad_messages += 1
             return
         if isinstance(message, Hello):

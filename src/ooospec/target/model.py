@@ -40,10 +40,19 @@ class TreeModel:
             "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         )
         self._last_hidden: Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._remember_hidden)
+        self._hook = model.get_output_embeddings().register_forward_pre_hook(self._remember_hidden)
 
     def _remember_hidden(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self._last_hidden = args[0]
+
+    def close(self) -> None:
+        """Let go of the transformers model, which may serve others."""
+        self._hook.remove()
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids the model can take."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def last_hidden(self) -> NDArray[np.float32]:
@@ -84,6 +93,7 @@ class TargetModel(TreeModel):
         super().__init__(model)
         self.prefix_cache = prefix_cache
         self.salt = ""
+        self._committed = 0  # slots that hold committed tokens; more may be in use after a pass that failed
         self.cached_tokens = 0
         """Prompt tokens of the current request that came from the prefix cache."""
 
@@ -99,18 +109,20 @@ class TargetModel(TreeModel):
         self.cache = found or TreeCache.empty(self.model.config)
         self.cached_tokens = min(self.cache.length, len(prompt_ids) - 1)
         self.cache.set_length(self.cached_tokens)
+        self._committed = self.cached_tokens
         return self.cached_tokens
 
     def end(self, ids: Sequence[int]) -> None:
         """Hand the cache to the prefix cache; `ids` are the prompt and the output that was kept."""
         if self.prefix_cache is not None:
-            self.cache.set_length(min(self.cache.length, len(ids)))
+            self.cache.set_length(min(self._committed, len(ids)))
             self.prefix_cache.put(ids, self.cache, self.salt)
         self.cache = TreeCache.empty(self.model.config)
 
     def prefill(self, ids: Sequence[int]) -> None:
         """Cache one chunk of the prompt."""
         self.forward(ids, keep=1)
+        self._committed = self.cache.length
 
     def verify(self, tree: CandidateTree, lead: Sequence[int] = ()) -> Tensor:
         """Run one forward pass over the rest of the prompt and the tree; return the logits of every node. [T, V]"""
@@ -131,3 +143,4 @@ class TargetModel(TreeModel):
             self.cache.set_length(start + len(path))
         else:
             self.cache.keep(start, slot_tensor([start + node for node in path], self.device))
+        self._committed = self.cache.length

@@ -1,0 +1,54 @@
+"""The transformers door: `model.generate(**inputs, custom_generate=ooo_generate(tokenizer, tools=tools))`.
+
+Runs the ToolSpec proposers of this package in `generate`, and hints too when a `Hint` is given. For a live sidecar use
+`ooospec.Decoder`, which starts it at request arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ooospec.chat.codec import TextCodec
+from ooospec.chat.schema import read_tools
+from ooospec.core import DecodeContext, Hint
+from ooospec.engine import Budget, decode
+from ooospec.errors import UsageError
+from ooospec.methods import Memory, proposers
+from ooospec.stopping import Limits
+from ooospec.target.loading import eos_ids
+from ooospec.target.model import TargetModel
+from ooospec.verify import Chooser, Greedy, Sampler
+
+
+def ooo_generate(
+    tokenizer: Any, tools: Any = None, hint: Hint | None = None, method: str = "ooo", max_nodes: int = 32
+) -> Callable[..., Tensor]:
+    """Build a `custom_generate` function for one tokenizer and tool list; it keeps its memory between calls.
+
+    The function takes batch size one and returns ids [1, prompt + output]. Raises UsageError for other batches.
+    """
+    memory, known = Memory(), read_tools(tools)
+
+    def generate(model: Any, input_ids: Tensor, generation_config: Any = None, **_: Any) -> Tensor:
+        if input_ids.shape[0] != 1:
+            raise UsageError(f"ooo_generate decodes one sequence at a time; got a batch of {input_ids.shape[0]}.")
+        config = generation_config or model.generation_config
+        prompt, output = input_ids[0].tolist(), list[int]()
+        room = config.max_new_tokens or (config.max_length or len(prompt) + 20) - len(prompt)
+        codec = TextCodec(tokenizer.backend_tokenizer, eos_ids(model, tokenizer))
+        context = DecodeContext(codec, prompt, output, known, "generate")
+        sources = proposers(method, memory, lambda: hint)
+        chooser: Chooser = Sampler(config.temperature or 1.0, torch.initial_seed()) if config.do_sample else Greedy()
+        target = TargetModel(model)
+        try:
+            for _commit in decode(target, context, output, sources, chooser, Limits(room), Budget(max_nodes)):
+                pass
+        finally:
+            target.close()
+        return torch.tensor([prompt + output], device=input_ids.device)
+
+    return generate
