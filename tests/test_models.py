@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from conftest import load_tiny, tiny_model
 from ooospec.errors import ChecksumError, ModelNotFoundError, UnsupportedModelError, UsageError
@@ -175,3 +176,28 @@ def test_unsupported_targets_are_refused_by_name():
     eager.config._attn_implementation = "eager"
     with pytest.raises(UnsupportedModelError, match="sdpa"):
         TargetModel(eager)
+
+
+def test_adapter_is_merged(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = load_tiny("qwen3")
+    base.model.save_pretrained(tmp_path / "base")
+    base.tokenizer.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(
+        tiny_model("qwen3"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        wanted = adapted(ids).logits
+        plain = base.model(ids).logits
+        got = load_model(tmp_path / "base", "t", "float32", "cpu", adapter=str(tmp_path / "adapter")).model(ids).logits
+    assert torch.allclose(got, wanted, atol=1e-4)
+    assert not torch.allclose(got, plain, atol=1e-2)
+    load_tiny("llama").model.save_pretrained(tmp_path / "other")
+    base.tokenizer.save_pretrained(tmp_path / "other")
+    wrong = get_peft_model(tiny_model("llama", vocab=300), LoraConfig(r=4, target_modules=["lm_head"]))
+    wrong.save_pretrained(tmp_path / "wrong")
+    with pytest.raises(UsageError, match="does not fit"):
+        load_model(tmp_path / "other", "t", "float32", "cpu", adapter=str(tmp_path / "wrong"))

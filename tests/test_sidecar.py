@@ -21,7 +21,7 @@ from ooospec.placement import Placement
 from ooospec.runtime import Decoder
 from ooospec.sidecar import protocol
 from ooospec.sidecar.branches import Branch, Trie
-from ooospec.sidecar.client import SidecarClient, _signature
+from ooospec.sidecar.client import SidecarClient, signature
 from ooospec.sidecar.predictor import WavePredictor, is_mentioned
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, ToolSlot, Turn, Welcome
@@ -218,7 +218,7 @@ def served():
     socket.close(0)
 
 
-TOOL = (_signature(read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}])[0]),)
+TOOL = (signature(read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}])[0]),)
 
 
 def test_server_answers_in_order_and_survives_faults(served):

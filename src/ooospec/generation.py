@@ -25,6 +25,10 @@ class HintReport:
     prefill_ms: int = 0
     wave_ms: int = 0
     steps: int = 0
+    busy_round_ms: float | None = None
+    """Median time of a verify pass that began while the sidecar worked (the one that ends the prefill apart)."""
+    idle_round_ms: float | None = None
+    """The same for passes that began after the wave."""
 
 
 @dataclass(frozen=True, slots=True)

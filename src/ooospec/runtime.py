@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -310,7 +312,13 @@ class _Request:
         ready = self.mailbox.ready_ms if self.mailbox is not None else 0.0
         complete = self.mailbox.complete_ms if self.mailbox is not None else 0.0
         wave = self.mailbox.wave if self.mailbox is not None else None
+        later = [(commit.start_ms, commit.verify_ms) for commit in self.commits if not commit.lead_tokens]
+        end = complete if complete is not None else math.inf
+        busy = [ms for start, ms in later if start < end] if self.mailbox is not None else []
+        idle = [ms for start, ms in later if start >= end]
         return HintReport(
             self.ready_round, ready, complete, hint.payload_bytes, function, slots,
-            *((wave.prefill_ms, wave.wave_ms, wave.steps) if wave is not None else ()),
+            *((wave.prefill_ms, wave.wave_ms, wave.steps) if wave is not None else (0, 0, 0)),
+            busy_round_ms=statistics.median(busy) if busy else None,
+            idle_round_ms=statistics.median(idle) if idle else None,
         )  # fmt: skip

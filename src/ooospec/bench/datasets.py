@@ -1,4 +1,4 @@
-"""Requests of the public benchmarks, read from a data folder (formats and quirks: docs/benchmarks.md)."""
+"""Requests of the public benchmarks, read from a data folder (where to get it: docs/benchmarks.md)."""
 
 from __future__ import annotations
 

@@ -101,6 +101,8 @@ def timeline(result: Generation) -> RenderableType:
     scale = Text(" " * 9 + "0 s" + f"{total / 1e3:.1f} s".rjust(BAR_WIDTH - 3), style="dim")
     if hint is not None and hint.ready_round is not None:
         note = f"hint: {hint.payload_bytes} bytes, used from round {hint.ready_round + 1} of {result.num_rounds} on"
+        if hint.busy_round_ms is not None and hint.idle_round_ms is not None:
+            note += f"; a round took {hint.busy_round_ms:.0f} ms beside the wave, {hint.idle_round_ms:.0f} ms after"
         return Group(*lines, scale, Text(" " * 9 + note, style="dim"))
     return Group(*lines, scale)
 

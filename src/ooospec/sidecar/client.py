@@ -150,7 +150,7 @@ class SidecarClient:
         self._number += 1
         mailbox = Mailbox(self, self._number, tools)
         turns = tuple(Turn(role, text.encode("utf-8", "replace").decode()) for role, text in messages)
-        message = Submit(self._number, tuple(_signature(tool) for tool in tools), turns, fresh)
+        message = Submit(self._number, tuple(signature(tool) for tool in tools), turns, fresh)
         if self._send(message):
             self._mailboxes[self._number] = mailbox
             self._unanswered_since = self._unanswered_since or time.monotonic()
@@ -252,6 +252,7 @@ def _chance(percent: int) -> float:
     return min(99, max(1, percent)) / 100
 
 
-def _signature(tool: Tool) -> ToolSignature:
+def signature(tool: Tool) -> ToolSignature:
+    """Give a tool the form the protocol carries."""
     slots = tuple(ToolSlot(s.name, s.types, s.required, s.description, s.choices) for s in tool.slots)
     return ToolSignature(tool.name, tool.description, slots)

@@ -39,7 +39,7 @@ def quantize_int8(model: PreTrainedModel) -> PreTrainedModel:
         )
         config = QConfigDynamic(activation=activation, weight=default_per_channel_weight_observer)
         layers = {name: config for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-        quantized: PreTrainedModel = quantize_dynamic(model, layers, dtype=torch.qint8)
+        quantized: PreTrainedModel = quantize_dynamic(model, layers, dtype=torch.qint8, inplace=True)
     return quantized
 
 
