@@ -100,9 +100,9 @@ def timeline(result: Generation) -> RenderableType:
         lines.append(Text("sidecar  ", style="dim") + _bar(sidecar, max(total, end)))
     scale = Text(" " * 9 + "0 s" + f"{total / 1e3:.1f} s".rjust(BAR_WIDTH - 3), style="dim")
     if hint is not None and hint.ready_round is not None:
-        note = f"hint: {hint.payload_bytes} bytes, used from round {hint.ready_round + 1} of {result.num_rounds} on"
+        note = f"hint {hint.payload_bytes} bytes, from round {hint.ready_round + 1} of {result.num_rounds}"
         if hint.busy_round_ms is not None and hint.idle_round_ms is not None:
-            note += f"; a round took {hint.busy_round_ms:.0f} ms beside the wave, {hint.idle_round_ms:.0f} ms after"
+            note += f"; rounds {hint.busy_round_ms:.0f} ms beside the wave, {hint.idle_round_ms:.0f} after"
         return Group(*lines, scale, Text(" " * 9 + note, style="dim"))
     return Group(*lines, scale)
 
