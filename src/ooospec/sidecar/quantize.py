@@ -1,7 +1,6 @@
 """Int8 weights for a sidecar on a CPU: its precision changes no output, only how often hints are right.
 
-Measured on two Zen 4 cores (docs/performance.md): a decoding step of the 0.5B model on one thread falls from 130 ms to
-about 45 ms, its prefill by 1.6x, at the same slot accuracy within the noise of 126 slots.
+What it buys is measured by benchmarks/wave.py and told in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ooospec.errors import UsageError
 from ooospec.target.loading import DTYPES, LoadedModel, default_device, load_model
 
 MIN_HIDDEN_SIZE = 768
-"""Narrower models lose most of their accuracy (SmolLM2-135M, width 576: 42 % of slots right becomes 18 %)."""
+"""Narrower models lose most of their accuracy (SmolLM2-135M, width 576, does)."""
 
 
 def can_quantize(hidden_size: int, device: str) -> bool:
