@@ -7,7 +7,8 @@ import torch
 
 from ooospec.core import DecodeContext
 from ooospec.engine import Budget, decode
-from ooospec.methods import Memory, proposers
+from ooospec.memory import Memory
+from ooospec.methods import Setup, method_named
 from ooospec.stopping import Limits
 from ooospec.verify import Greedy
 
@@ -29,14 +30,14 @@ class ScriptedTarget:
     def end(self, ids):
         pass
 
-    def prefill(self, ids):
+    def prefill(self, ids, all_rows=False):
         pass
 
     @property
     def last_hidden(self):
         return np.ones((1, 4), dtype=np.float32)
 
-    def verify(self, tree, lead=()):
+    def verify(self, tree, lead=(), all_rows=False):
         logits = torch.zeros(len(tree), self.vocab)
         paths = [()]
         for node in range(1, len(tree)):
@@ -61,7 +62,7 @@ def write(codec, text, tools, method="ooo", hint=None, memory=None, nodes=64, li
     output: list[int] = []
     context = DecodeContext(codec, codec.encode(prompt), output, tools, "test")
     poll = (lambda: None) if hint is None else (hint if callable(hint) else lambda: hint)
-    sources = proposers(method, memory or Memory(), poll)
+    sources = method_named(method).build(Setup(memory or Memory(), poll))
     target = ScriptedTarget(script, codec.vocab_size)
     commits = list(decode(target, context, output, sources, Greedy(), Limits(limit), Budget(nodes)))
     assert output == script[:limit]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -55,7 +57,7 @@ def test_bad_tools(run, folder, tmp_path, case):
     [
         (["--target", "nope"], "Unknown model 'nope'"),
         (["--tools", "/no/such.json"], "No file '/no/such.json'"),
-        (["--method", "magic"], "choose one of ar, lookup, toolspec, ooo"),
+        (["--method", "magic"], "choose one of ar, stock, lookup"),
         (["--dtype", "int3"], "bfloat16, float16, float32"),
         (["--placement", "up"], "shared, split"),
     ],
@@ -73,13 +75,97 @@ def test_prompt_longer_than_the_context(run, folder):
     assert "this target takes 1 to 2047" in result.stderr
 
 
-def test_refused_sidecar_address(run, folder, monkeypatch):
-    monkeypatch.setattr("ooospec.runtime.READY_TIMEOUT_S", 0.3)
-    result = run(
-        "generate", "--message", "hi", "--target", folder, "--sidecar", "tcp://127.0.0.1:9", "--dtype", "float32"
-    )
+@pytest.mark.parametrize(
+    "address, message",
+    [
+        ("tcp://127.0.0.1:9", "No sidecar at tcp://127.0.0.1:9"),
+        ("tcp://no.such.host.invalid:99", "No sidecar at tcp://no.such"),
+        ("tcp://127.0.0.1:99999", "give one like tcp://"),
+        ("tcp://bad", "give one like tcp://"),
+        ("carrier://pigeon", "Cannot use sidecar address"),
+    ],
+)
+def test_refused_sidecar_address(run, folder, address, message):
+    result = run("generate", "--message", "hi", "--target", folder, "--sidecar", address, "--dtype", "float32")
     assert result.exit_code == 2
-    assert "No sidecar answered at tcp://127.0.0.1:9" in result.stderr
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--address", "tcp://127.0.0.1:99999"], "no such port"),
+        (["--address", "foo"], "Cannot listen on 'foo'"),
+        (["--address", "tcp://192.0.2.9:7777"], "Cannot listen on"),
+        (["--device", "tpu"], "No device 'tpu' here; choose one of cpu"),
+        (["--dtype", "x"], "Unknown sidecar dtype 'x'; choose one of auto, int8"),
+        (["--adapter", "/nope"], "No adapter at '/nope'"),
+    ],
+)
+def test_sidecar_command_refuses_before_it_says_that_it_listens(run, folder, arguments, message):
+    result = run("sidecar", "--model", folder, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "listening" not in result.stdout
+
+
+def test_every_kind_of_unusable_file_is_one_line(run, folder, tmp_path):
+    deep, empty = tmp_path / "deep.json", tmp_path / "empty.json"
+    deep.write_text("[" * 100_000)
+    empty.write_text("")
+    for tools, message in ((tmp_path, "Is a directory"), (deep, "is not JSON"), (empty, "is empty")):
+        result = run("generate", "--message", "hi", "--target", folder, "--sidecar", "none", "--tools", tools)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_unusable_cache_folder_says_what_to_do(run, monkeypatch):
+    monkeypatch.setenv("OOOSPEC_CACHE", "/proc/x")
+    result = run("models", "pull", "smollm2-135m-instruct")
+    assert result.exit_code == 2
+    assert "set OOOSPEC_CACHE to a folder" in result.stderr
+
+
+def test_full_cache_disk_is_told_before_the_download(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("OOOSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("ooospec.models.resolver.hub_reachable", lambda: False)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000})())
+    result = run("models", "pull", "smollm2-135m-instruct")
+    assert result.exit_code == 2
+    assert "1 MB are free" in result.stderr
+
+
+def test_broken_model_folder(run, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    result = run("generate", "--message", "hi", "--target", tmp_path, "--sidecar", "none")
+    assert result.exit_code == 2
+    assert "Cannot load" in result.stderr
+
+
+SWALLOWED = """
+import os, signal, time
+from ooospec.console import clean_errors
+
+class Finalizer:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+@clean_errors
+def command():
+    Finalizer()
+    time.sleep(30)
+
+import typer
+typer.run(command)
+"""
+
+
+def test_an_interrupt_that_python_swallows_comes_again():
+    """The first Ctrl-C lands in a finalizer, where exceptions are only printed."""
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, timeout=25)
+    assert done.returncode == 130
+    assert "ooospec: interrupted" in done.stderr
 
 
 def test_missing_data_and_html_folder(run, folder, tmp_path):

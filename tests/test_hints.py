@@ -8,7 +8,8 @@ import pytest
 
 from ooospec.chat.schema import read_tools
 from ooospec.core import FunctionHint, Hint, SlotHint
-from ooospec.methods import Memory, proposers
+from ooospec.memory import Memory
+from ooospec.methods import Setup, method_named
 from scripted import write
 from test_exactness import PROMPT, run, stock
 
@@ -117,6 +118,6 @@ def test_every_hint_condition_leaves_scripted_outputs_alone(codec, tools, condit
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_every_hint_condition_leaves_model_outputs_alone(tiny, tools, condition):
     expected = stock(tiny, 40)
-    sources = proposers("ooo", Memory(), CONDITIONS[condition])
+    sources = method_named("ooo").build(Setup(Memory(), CONDITIONS[condition]))
     assert run(tiny, sources, limit=40)[0] == expected
     assert PROMPT

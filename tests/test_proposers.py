@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ooospec.core import Commit, DecodeContext, TopTokens
 from ooospec.proposers.lookup import PromptLookup, find_continuation
-from ooospec.proposers.recycling import LEVELS, TokenRecycling, static_tree
+from ooospec.proposers.recycling import LEVELS, SuccessorTable, TokenRecycling, static_tree
 from ooospec.proposers.retrieval import Retrieval, RetrievalMemory, SuffixIndex
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -63,7 +63,7 @@ def test_recycling_tree_has_the_published_shape():
 
 
 def test_recycling_drafts_last_seen_successors():
-    recycling = TokenRecycling()
+    recycling = TokenRecycling(SuccessorTable())
     output = begin(recycling, [1])
     assert recycling.propose() == []
     rows = np.arange(16).reshape(2, 8) + 10

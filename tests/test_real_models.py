@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from ooospec.bench.compare import compare
 from ooospec.bench.datasets import BenchRequest
 from ooospec.config import DEFAULT_SIDECAR, DEFAULT_TARGET
-from ooospec.demo.compare import compare
 from ooospec.demo.examples import TOOLS, examples
 from ooospec.runtime import Decoder
 

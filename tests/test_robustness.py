@@ -37,7 +37,7 @@ class Failing(TargetModel):
 
     broken_at = 1
 
-    def verify(self, tree, lead=()):
+    def verify(self, tree, lead=(), all_rows=False):
         self.passes = getattr(self, "passes", -1) + 1
         if self.passes == self.broken_at:
             with torch.inference_mode():
@@ -59,7 +59,7 @@ def test_an_interrupted_pass_does_not_poison_the_prefix_cache(tiny_llama, broken
 
 
 def test_a_second_stream_on_one_decoder_is_refused(tiny_llama):
-    with Decoder(tiny_llama, None, measured_budget=False) as decoder:
+    with Decoder(tiny_llama, None, budget="fixed") as decoder:
         first = decoder.stream("one", max_new_tokens=5)
         next(first)
         with pytest.raises(UsageError, match="one at a time"):
@@ -69,7 +69,7 @@ def test_a_second_stream_on_one_decoder_is_refused(tiny_llama):
 
 
 def test_prefix_conditions_leave_the_cache_as_it_was(tiny_llama, tools):
-    with Decoder(tiny_llama, None, measured_budget=False) as decoder:
+    with Decoder(tiny_llama, None, budget="fixed") as decoder:
         kept = decoder.target.prefix_cache
         outputs = set()
         for prefix in ("cold", "warm", "auto", "warm", "cold"):
@@ -85,7 +85,7 @@ def test_prefix_conditions_leave_the_cache_as_it_was(tiny_llama, tools):
 
 @pytest.mark.parametrize("stop", ["", ["x", ""], [3]])
 def test_bad_stop_strings_are_refused(tiny_llama, stop):
-    with Decoder(tiny_llama, None, measured_budget=False) as decoder, pytest.raises(UsageError, match="Stop strings"):
+    with Decoder(tiny_llama, None, budget="fixed") as decoder, pytest.raises(UsageError, match="Stop strings"):
         decoder.generate("hi", stop=stop)
 
 
@@ -261,7 +261,7 @@ def test_normalising_leaves_data_alone():
     ],
 )
 def test_every_form_of_message_is_rendered(tiny_llama, tools, message):
-    with Decoder(tiny_llama, None, measured_budget=False) as decoder:
+    with Decoder(tiny_llama, None, budget="fixed") as decoder:
         decoder.generate([message], tools, max_new_tokens=3)
 
 
@@ -304,7 +304,7 @@ def test_split_placement_is_undone(tiny_llama):
     if len(before) < 2:
         pytest.skip("one CPU only")
     placement = Placement.split(2)
-    with Decoder(tiny_llama, None, measured_budget=False, placement=placement):
+    with Decoder(tiny_llama, None, budget="fixed", placement=placement):
         assert os.sched_getaffinity(0) == set(placement.target_cores)
     assert os.sched_getaffinity(0) == {*placement.target_cores, *placement.sidecar_cores}
     os.sched_setaffinity(0, before)

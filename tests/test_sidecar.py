@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -48,7 +49,7 @@ def decoder(tiny_llama):
     made = []
 
     def make(kind):
-        decoder = Decoder(tiny_llama, None, measured_budget=False, placement=THREADS)
+        decoder = Decoder(tiny_llama, None, budget="fixed", placement=THREADS)
         decoder._client = SidecarClient(process=fake(kind))
         decoder._client.wait_ready(20)
         made.append(decoder)
@@ -63,7 +64,7 @@ MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
 
 
 def reference(tiny_llama, tools):
-    with Decoder(tiny_llama, None, measured_budget=False, placement=THREADS) as plain:
+    with Decoder(tiny_llama, None, budget="fixed", placement=THREADS) as plain:
         return plain.generate(MESSAGES, tools, method="ar", max_new_tokens=40).output_ids
 
 
@@ -133,10 +134,13 @@ def test_two_engines_on_one_sidecar_do_not_mix_hints(tools):
 
 
 def test_attaching_to_nobody_is_refused_clearly():
-    client = SidecarClient(address="tcp://127.0.0.1:9")
-    with pytest.raises(SidecarError, match=r"No sidecar answered at tcp://127\.0\.0\.1:9"):
-        client.wait_ready(0.3)
-    client.close()
+    with pytest.raises(SidecarError, match=r"No sidecar at tcp://127\.0\.0\.1:9"):
+        SidecarClient(address="tcp://127.0.0.1:9")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = SidecarClient(address=f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(SidecarError, match="No sidecar answered at tcp://"):
+            client.wait_ready(0.3)
+        client.close()
 
 
 def test_a_sidecar_that_cannot_start_says_why():

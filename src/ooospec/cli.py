@@ -64,9 +64,12 @@ def _check_prefix(prefix: str) -> None:
 def _read_json(path: Path, what: str) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"No file {str(path)!r} for {what}; give the path of an existing JSON file.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        reason = "" if isinstance(error, FileNotFoundError) else f" that can be read ({error.strerror})"
+        raise UsageError(f"No file {str(path)!r}{reason} for {what}; give the path of an existing JSON file.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        if not path.stat().st_size:
+            raise ToolsError(f"{path} is empty; {what} must be a JSON list.") from None
         raise ToolsError(f"{path} is not JSON ({error}); {what} must be a JSON list.") from None
 
 
@@ -83,7 +86,7 @@ def generate(
     dtype: Dtype = "bfloat16",
     device: Device = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for temperature above 0.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed for temperature above 0.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_NEW_TOKENS,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
     placement: PlacementName = "shared",
@@ -91,9 +94,9 @@ def generate(
 ) -> None:
     """Answer one request."""
     from ooospec.chat.schema import read_tools
-    from ooospec.methods import Memory, proposers
+    from ooospec.methods import method_named
 
-    proposers(method, Memory())  # a wrong name is told before models are loaded
+    method_named(method)  # a wrong name is told before models are loaded
     listed = _read_json(tools, "tools") if tools is not None else None
     read_tools(listed)
     messages = [{"role": "system", "content": system}] if system else []
@@ -134,11 +137,16 @@ def demo(
     html: Annotated[Path | None, typer.Option(help="Also write the timeline as a self-contained page.")] = None,
 ) -> None:
     """Run AR, ToolSpec and OoO-Spec back to back on real requests and show what happened when."""
+    from ooospec.bench.datasets import load_benchmark
     from ooospec.demo.run import run_demo
 
     _check_prefix(prefix)
+    if html is not None and html.is_dir():
+        raise UsageError(f"--html needs the name of a file; {str(html)!r} is a folder.")
     if html is not None and not html.absolute().parent.is_dir():
         raise UsageError(f"No folder {str(html.absolute().parent)!r} for --html; create it first.")
+    if data is not None and limit:
+        load_benchmark("bfcl", data)  # told before models are loaded
     with _decoder(target, sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
         if run_demo(Console(), decoder, data, limit, html, prefix):
             raise typer.Exit(1)
@@ -177,6 +185,84 @@ def verify(
         raise typer.Exit(1)
 
 
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+
+
+@app.command()
+@clean_errors
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder of the results; one that has some is gone on with.")],
+    targets: Annotated[str, typer.Option(help="Comma-separated targets.")] = DEFAULT_TARGET,
+    sidecar: Sidecar = DEFAULT_SIDECAR,
+    adapter: Adapter = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model for method draft, with the target's tokenizer.")
+    ] = None,
+    benchmarks: Annotated[str, typer.Option(help="Comma-separated: api_bank, toolalpaca, bfcl.")] = (
+        "api_bank,toolalpaca,bfcl"
+    ),
+    suite: Annotated[str, typer.Option(help="quick: 30 requests each; paper: as published; all: every request.")] = (
+        "quick"
+    ),
+    data: Annotated[str | None, typer.Option(help="Folder with the data, or hf://OWNER/DATASET.")] = None,
+    methods: Annotated[str, typer.Option(help="Comma-separated, or all = every one that can run here.")] = "all",
+    placement: Annotated[str, typer.Option(help="shared, split, or both with a comma.")] = "shared",
+    prefix: Annotated[str, typer.Option(help="warm, cold, or both: tools and system prompt in the KV cache.")] = "warm",
+    memory: Annotated[str, typer.Option(help="warm, cold, or both: what methods keep of earlier requests.")] = "warm",
+    budget: Annotated[str, typer.Option(help="measured, fixed, or both: size of candidate trees.")] = "measured",
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests a benchmark.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Shuffle the requests; default: the suite's own order.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_NEW_TOKENS,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    plugin: Annotated[list[Path] | None, typer.Option(help="Python file that registers methods.")] = None,
+) -> None:
+    """Measure methods against each other on public benchmarks; see also: ooospec report."""
+    from ooospec.bench.command import BenchSettings, run_bench
+    from ooospec.methods import METHODS
+
+    for file in plugin or []:
+        _run_plugin(file)
+    every = methods.strip() == "all"
+    settings = BenchSettings(
+        targets=_names(targets), sidecar=sidecar if sidecar != "none" else None, adapter=adapter, draft=draft,
+        benchmarks=_names(benchmarks), suite=suite, data=data, methods=tuple(METHODS) if every else _names(methods),
+        placement=_names(placement), prefix=_names(prefix), memory=_names(memory), budget=_names(budget),
+        limit=limit, seed=seed, max_new_tokens=max_new_tokens, dtype=dtype, device=device,
+    )  # fmt: skip
+
+    def load(target: str, place: str) -> Any:
+        wanted = any(METHODS[name].hints for name in settings.methods)
+        options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": place}
+        return _decoder(target, sidecar if wanted else "none", draft=draft, draft_optional=every, **options)
+
+    folder = run_bench(load, settings, out, skip_missing=every)
+    sys.stdout.write(f"{folder / 'rows.jsonl'}\nNow: ooospec report {folder}\n")
+
+
+def _run_plugin(file: Path) -> None:
+    """Run a Python file that registers methods (docs/write_a_proposer.md)."""
+    import runpy
+
+    if not file.is_file():
+        raise UsageError(f"No file {str(file)!r} for --plugin; give a Python file that calls ooospec.methods.register.")
+    runpy.run_path(str(file))
+
+
+@app.command()
+@clean_errors
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that `ooospec bench --out` filled.")],
+    title: Annotated[str, typer.Option(help="Heading of the report.")] = "OoO-Spec benchmark",
+) -> None:
+    """Write report.md and report.html (self-contained) from benchmark results."""
+    from ooospec.bench.report import write_report
+
+    for path in write_report(folder, title):
+        sys.stdout.write(f"{path}\n")
+
+
 @app.command()
 @clean_errors
 def doctor(
@@ -197,14 +283,21 @@ def sidecar(
     model: Annotated[str, typer.Option(help="Model as for --target.")] = DEFAULT_SIDECAR,
     adapter: Adapter = None,
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "tcp://127.0.0.1:7777",
-    dtype: Dtype = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="auto = int8 on CPUs where it pays; int8, bfloat16, float16, float32.")
+    ] = "auto",
     device: Device = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
     """Serve a sidecar for engines on this or other machines (no authentication: trusted networks only)."""
     from ooospec.models.resolver import resolve_model
+    from ooospec.sidecar.quantize import check_sidecar_dtype
     from ooospec.sidecar.server import main as serve
+    from ooospec.target.loading import check_adapter, parse_device
 
+    check_sidecar_dtype(dtype)
+    check_adapter(adapter)
+    parse_device(device)
     with progress_bars() as progress:
         path = resolve_model(model, progress)
     arguments = [
@@ -233,7 +326,7 @@ def models_list() -> None:
 
     table = Table(box=None)
     for heading in ("name", "download", "here", "licence", "note"):
-        table.add_column(heading, no_wrap=heading != "note")
+        table.add_column(heading, no_wrap=heading != "note", overflow="fold")
     for name, entry in catalogue().items():
         here = "yes" if converted_folder(name).is_dir() else "no"
         table.add_row(name, f"{entry.bytes / 1e6:.0f} MB", here, entry.license, f"{entry.hub}: {entry.note}")
@@ -254,7 +347,7 @@ def models_pull(names: Annotated[list[str], typer.Argument(help="Names of models
 
 @models_app.command("path")
 @clean_errors
-def models_path(name: str) -> None:
+def models_path(name: Annotated[str, typer.Argument(help="Name of a model.")]) -> None:
     """Print the folder of a model, fetching it first if it is not here."""
     models_pull([name])
 

@@ -7,9 +7,26 @@ from pathlib import Path
 
 import platformdirs
 
+from ooospec.errors import CacheError
+
 DEFAULT_TARGET = "qwen2.5-coder-1.5b-instruct"
 DEFAULT_SIDECAR = "qwen2.5-coder-0.5b-instruct"
 DEFAULT_MAX_NEW_TOKENS = 256
+
+
+def make_cache_dir(*parts: str) -> Path:
+    """Make and return a folder inside the cache. Raises CacheError where that cannot be written."""
+    folder = cache_dir().joinpath(*parts)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable", str(folder))
+    except OSError as error:
+        raise CacheError(
+            f"Cannot use the cache folder {cache_dir()} ({error.strerror or error}); set OOOSPEC_CACHE to a folder "
+            "that can be written."
+        ) from error
+    return folder
 
 
 def cache_dir() -> Path:

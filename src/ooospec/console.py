@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
@@ -50,13 +52,37 @@ def progress_bars() -> Iterator[ProgressBars]:
         yield ProgressBars(progress)
 
 
+@contextlib.contextmanager
+def _insistent_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt again every second after Ctrl-C until it gets through.
+
+    One that lands in a finalizer (`__del__` of some library, while models load) is swallowed by Python.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        raise KeyboardInterrupt
+
+    before = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGALRM)]
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
 def clean_errors(command: Callable[P, None]) -> Callable[P, None]:
     """Turn the package's errors, and those of files and disks, into one line on standard error and exit code 2."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            with _insistent_interrupt():
+                command(*args, **kwargs)
         except (OooSpecError, OSError) as error:
             sys.stderr.write(f"ooospec: {error}\n")
             raise typer.Exit(2) from None

@@ -77,6 +77,8 @@ class Draft:
     source: str
     probabilities: tuple[float, ...]
     """For each token: the chance that it is right if all before it were. Same length as `tokens`."""
+    kinds: tuple[str, ...] = ()
+    """For each token: what kind of guess it is, for calibration; () = told by source and chance."""
 
     @classmethod
     def uniform(cls, tokens: Sequence[int], source: str, first: float, following: float) -> Draft:
@@ -122,6 +124,9 @@ class Commit:
     start_ms: float = 0.0
     """Start of the round, from request arrival."""
     top: TopTokens | None = None
+    """Successors of this round's tree nodes, where a proposer `wants_top`."""
+    prompt_top: TopTokens | None = None
+    """First round only: successors of the prompt's tokens, where a proposer `wants_prompt_top`."""
     prompt_state: NDArray[np.float32] | None = None
     """First round only: the target's last hidden state at the prompt's end. [H]"""
     finish_reason: str | None = None

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
+from ooospec.calibration import Calibrator
 from ooospec.core import BONUS, Commit, DecodeContext, Proposer, TopTokens
 from ooospec.errors import ContextLengthError
 from ooospec.stopping import Limits
@@ -35,6 +37,7 @@ def decode(
     limits: Limits,
     budget: Budget,
     *,
+    calibrator: Calibrator | None = None,
     prefill_chunk: Callable[[], int] = lambda: 512,
     salt: str = "",
     clock: float | None = None,
@@ -50,19 +53,28 @@ def decode(
     limits = _fit(limits, len(context.prompt_ids), target.context_length)
     lead = list(context.prompt_ids[target.begin(context.prompt_ids, salt) : -1])
     root, number, finish = context.prompt_ids[-1], 0, None
+    wants_top, wants_prompt_top = (
+        any(getattr(proposer, wish, False) for proposer in proposers) for wish in ("wants_top", "wants_prompt_top")
+    )
     for proposer in proposers:
         proposer.begin(context)
     try:
+        read = []
         while len(lead) > (chunk := prefill_chunk()):
-            target.prefill(lead[:chunk])
+            rows = target.prefill(lead[:chunk], all_rows=wants_prompt_top)
+            read += [_top(lead[:chunk], rows)] if wants_prompt_top else []
             lead = lead[chunk:]
         while finish is None:
             start = time.perf_counter()
             room = limits.max_new_tokens - len(output) - 1
             drafts = [draft for proposer in proposers for draft in proposer.propose()]
-            tree = build_tree(root, drafts, budget.max_nodes, budget.cost, room, target.vocabulary)
+            rate = calibrator.rate if calibrator is not None else None
+            if calibrator is not None:
+                drafts = [calibrator.calibrate(draft) for draft in drafts]
+            tree = build_tree(root, drafts, budget.max_nodes, budget.cost, room, target.vocabulary, rate)
             proposed = time.perf_counter()
-            logits = target.verify(tree, lead)
+            rows = target.verify(tree, lead, all_rows=wants_prompt_top and number == 0)
+            logits = rows[-len(tree) :]
             accepted = accept(tree, logits, chooser)
             target.commit(tree, accepted.path)
             verified = time.perf_counter()
@@ -70,9 +82,8 @@ def decode(
             new = [tree.tokens[node] for node in accepted.path[1:]] + [accepted.bonus]
             kept, finish = limits.cut(context.codec, output, new)
             output += new[:kept]
-            top = None
-            if any(getattr(proposer, "wants_top", False) for proposer in proposers):
-                top = TopTokens(tree.tokens, logits.topk(TOP_SUCCESSORS).indices.cpu().numpy())
+            if wants_prompt_top and number == 0:
+                read.append(_top(lead, rows[: len(lead)]))
             commit = Commit(
                 tokens=tuple(new[:kept]),
                 sources=(*(tree.sources[node] for node in accepted.path[1:]), BONUS)[:kept],
@@ -82,18 +93,32 @@ def decode(
                 verify_ms=(verified - proposed) * 1e3,
                 lead_tokens=len(lead),
                 start_ms=(start - clock) * 1e3,
-                top=top,
+                top=_top(tree.tokens, logits) if wants_top else None,
+                prompt_top=_joined(read) if wants_prompt_top and number == 0 else None,
                 prompt_state=target.last_hidden[0].astype(np.float32) if number == 0 else None,
                 finish_reason=finish,
             )
             for proposer in proposers:
                 proposer.observe(commit)
+            if calibrator is not None:
+                calibrator.observe(drafts, commit.tokens)
+                if budget.cost is not None:
+                    calibrator.observe_cost(len(commit.tokens), budget.cost(len(tree)))
             yield commit
             root, lead, number = accepted.bonus, [], number + 1
     finally:
         for proposer in proposers:
             proposer.end()
         target.end([*context.prompt_ids, *output])
+
+
+def _top(tokens: Sequence[int], logits: Tensor) -> TopTokens:
+    return TopTokens(tokens, logits.topk(TOP_SUCCESSORS).indices.cpu().numpy())
+
+
+def _joined(parts: Sequence[TopTokens]) -> TopTokens:
+    tokens = [token for part in parts for token in part.tokens]
+    return TopTokens(tokens, np.concatenate([part.successors for part in parts]))
 
 
 def _fit(limits: Limits, prompt: int, context: int) -> Limits:

@@ -5,6 +5,7 @@ OooSpecError
 |   |-- ToolsError        a tool list or a schema is malformed
 |   |-- ModelNotFoundError
 |   |-- ChecksumError     a downloaded file is not the file that was asked for
+|   |-- CacheError        the cache folder cannot be used, or its disk is full
 |   `-- ContextLengthError
 |-- UnsupportedModelError the model's state cannot be verified as a tree
 `-- SidecarError          the sidecar cannot be started or reached (never raised while decoding)
@@ -33,6 +34,10 @@ class ModelNotFoundError(UsageError):
 
 class ChecksumError(UsageError):
     """Tell the caller that a file differs from the one the catalogue names."""
+
+
+class CacheError(UsageError):
+    """Tell the caller that the cache folder cannot hold what is needed."""
 
 
 class ContextLengthError(UsageError):

@@ -1,56 +1,105 @@
-"""The methods: each is a list of proposers over the same loop, plus what they remember between requests."""
+"""The methods: each is a list of proposers over the same loop. Register your own (docs/write_a_proposer.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ooospec.chat.style import StyleBook
+from ooospec.chat.style import StyleBook, ValueBook
 from ooospec.core import Hint, Proposer
 from ooospec.errors import UsageError
+from ooospec.memory import Memory
 from ooospec.proposers.calls import CallProposer
 from ooospec.proposers.lookup import PromptLookup
-from ooospec.proposers.recycling import TokenRecycling
+from ooospec.proposers.recycling import SuccessorTable, TokenRecycling
 from ooospec.proposers.retrieval import Retrieval, RetrievalMemory
+from ooospec.proposers.samd import SuffixAutomatonDrafts
+from ooospec.proposers.suffix import SuffixDecoding, SuffixMemory
 
 Poll = Callable[[], Hint | None]
 
 
-@dataclass(slots=True)
-class Memory:
-    """What a method keeps from one request to the next. Never shared between methods that are compared."""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a method may build its proposers from, for one request."""
 
-    book: StyleBook = field(default_factory=StyleBook)
-    retrieval: RetrievalMemory = field(default_factory=RetrievalMemory)
-    recycling: TokenRecycling = field(default_factory=TokenRecycling)
-
-
-def _autoregressive(memory: Memory, poll: Poll | None) -> list[Proposer]:
-    return []
+    memory: Memory = field(default_factory=Memory)
+    poll: Poll | None = None
+    """Returns the hint as it stands, without waiting."""
+    draft: Callable[[], Proposer] | None = None
+    """Makes the proposer that runs a draft model; None where none is loaded."""
 
 
-def _lookup(memory: Memory, poll: Poll | None) -> list[Proposer]:
-    return [PromptLookup()]
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One row of the benchmark."""
+
+    name: str
+    summary: str
+    build: Callable[[Setup], list[Proposer]]
+    max_nodes: int = 64
+    """Bound of the candidate tree, root included, as published."""
+    hints: bool = False
+    """Asks the sidecar."""
+    remembers: bool = True
+    """Has a memory that outlives a request."""
+    stock: bool = False
+    """Decodes with transformers' own `generate` instead of this project's loop."""
 
 
-def _toolspec(memory: Memory, poll: Poll | None) -> list[Proposer]:
-    return [Retrieval(memory.retrieval), CallProposer(memory.book), memory.recycling]
+def _draft(setup: Setup) -> list[Proposer]:
+    if setup.draft is None:
+        raise UsageError(
+            "Method draft needs a draft model with the target's tokenizer; name one with --draft, or leave it out."
+        )
+    return [setup.draft()]
 
 
-def _ooo(memory: Memory, poll: Poll | None) -> list[Proposer]:
-    return [CallProposer(memory.book, poll), Retrieval(memory.retrieval), memory.recycling]
+def _toolspec(setup: Setup) -> list[Proposer]:
+    memory = setup.memory
+    return [
+        Retrieval(memory.part(RetrievalMemory)),
+        CallProposer(memory.part(StyleBook)),
+        TokenRecycling(memory.part(SuccessorTable)),
+    ]
 
 
-METHODS: dict[str, Callable[[Memory, Poll | None], list[Proposer]]] = {
-    "ar": _autoregressive,
-    "lookup": _lookup,
-    "toolspec": _toolspec,
-    "ooo": _ooo,
-}
+def _ooo(setup: Setup) -> list[Proposer]:
+    memory = setup.memory
+    return [
+        CallProposer(memory.part(StyleBook), setup.poll, memory.part(ValueBook)),
+        Retrieval(memory.part(RetrievalMemory)),
+        TokenRecycling(memory.part(SuccessorTable)),
+    ]
 
 
-def proposers(method: str, memory: Memory, poll: Poll | None = None) -> list[Proposer]:
-    """Build the proposers of a method. Raises UsageError for an unknown name."""
-    if method not in METHODS:
-        raise UsageError(f"Unknown method {method!r}; choose one of {', '.join(METHODS)}.")
-    return METHODS[method](memory, poll)
+METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> Method:
+    """Add a method under its name. Raises UsageError if the name is taken."""
+    if method.name in METHODS:
+        raise UsageError(f"A method {method.name!r} is registered already; choose another name.")
+    METHODS[method.name] = method
+    return method
+
+
+for _method in (
+    Method("ar", "one token a pass", lambda s: [], 1, remembers=False),
+    Method("stock", "transformers' generate", lambda s: [], 1, remembers=False, stock=True),
+    Method("lookup", "Prompt Lookup", lambda s: [PromptLookup()], 11, remembers=False),
+    Method("recycling", "Token Recycling", lambda s: [TokenRecycling(s.memory.part(SuccessorTable))], 81),
+    Method("samd", "SAM Decoding", lambda s: [SuffixAutomatonDrafts(s.memory.part(SuccessorTable))], 61),
+    Method("suffix", "SuffixDecoding", lambda s: [SuffixDecoding(s.memory.part(SuffixMemory))], 64),
+    Method("draft", "draft model", _draft, 16, remembers=False),
+    Method("toolspec", "ToolSpec", _toolspec),
+    Method("ooo", "OoO-Spec", _ooo, hints=True),
+):
+    register(_method)
+
+
+def method_named(name: str) -> Method:
+    """Find a method. Raises UsageError for an unknown name."""
+    if name not in METHODS:
+        raise UsageError(f"Unknown method {name!r}; choose one of {', '.join(METHODS)}.")
+    return METHODS[name]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ooospec.calibration import Calibrator
 from ooospec.chat.scanner import CallScanner
 from ooospec.chat.template import Conversation, check_messages, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
@@ -19,17 +20,20 @@ from ooospec.core import Commit, DecodeContext, Hint, ToolCall
 from ooospec.engine import Budget, decode
 from ooospec.errors import UsageError
 from ooospec.generation import Generation, HintReport
-from ooospec.methods import Memory, proposers
+from ooospec.memory import Memory
+from ooospec.methods import Setup, method_named
 from ooospec.models.progress import Progress, Silent
 from ooospec.models.resolver import resolve_model
 from ooospec.placement import Placement
 from ooospec.sidecar.client import Mailbox, SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.stopping import Limits
-from ooospec.target.cost import cached_cost, cost_key
-from ooospec.target.loading import LoadedModel, load_model
+from ooospec.target.cost import CostCurve, cached_cost, cost_key
+from ooospec.target.draft import DraftModel
+from ooospec.target.loading import LoadedModel, check_adapter, load_model, parse_device, parse_dtype
 from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache, common_prefix
+from ooospec.target.stock import stock_decode
 from ooospec.verify import Chooser, Greedy, Sampler
 
 READY_TIMEOUT_S = 120.0
@@ -54,15 +58,23 @@ class Decoder:
         dtype: str = "bfloat16",
         device: str | None = None,
         placement: Placement | None = None,
-        max_nodes: int = 64,
-        measured_budget: bool = True,
+        draft: str | None = None,
+        draft_optional: bool = False,
+        max_nodes: int | None = None,
+        budget: str = "measured",
         prefix_cache_bytes: int = 1 << 30,
         progress: Progress | None = None,
     ) -> None:
         progress = progress or Silent()
+        parse_dtype(dtype)
+        parse_device(device)
+        _budget_policy(budget)
+        check_adapter(adapter)
+        if adapter and sidecar is None:
+            raise UsageError("An adapter belongs to a sidecar; name one (--sidecar MODEL) or leave the adapter out.")
         self.placement = placement or Placement.shared()
         self._client: SidecarClient | None = None
-        self._warm: tuple[tuple[str, list[int]], PrefixCache] | None = None
+        self._warm: tuple[tuple[str, list[int]], list[PrefixCache]] | None = None
         self._mailbox: Mailbox | None = None
         self._active: _Request | None = None
         if sidecar is not None:
@@ -71,15 +83,18 @@ class Decoder:
         try:
             self.placement.apply()
             self.loaded = self._load(target, dtype, device, progress)
-            cache = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
-            self.target = TargetModel(self.loaded.model, cache)
+            self.target = TargetModel(self.loaded.model)
+            self.draft = self._load_draft(draft, draft_optional, progress) if draft is not None else None
+            for model in self._models():
+                model.prefix_cache = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
             if self._client is not None:  # before anything is timed: a sidecar that still loads uses the cores
                 progress.update("start sidecar", 0, 1)
                 self._client.wait_ready(READY_TIMEOUT_S)
                 progress.update("start sidecar", 1, 1)
-            self.budget = self._measure(max_nodes, progress) if measured_budget else Budget(max_nodes)
-            if self.loaded.device == "cpu":
-                self.target.threads = self._threads
+            self.max_nodes, self.budget = max_nodes, budget
+            self.cost = self._measure(progress) if budget == "measured" else None
+            for model in self._models():
+                model.threads = self._threads if self.loaded.device == "cpu" else None
         except BaseException:
             self.close()
             raise
@@ -102,14 +117,30 @@ class Decoder:
         spec = SidecarSpec(path, sidecar, adapter, dtype, threads=place.sidecar, cores=place.sidecar_cores)
         return SidecarClient(process=SidecarProcess(spec))
 
-    def _measure(self, max_nodes: int, progress: Progress) -> Budget:
+    def _load_draft(self, name: str, optional: bool, progress: Progress) -> DraftModel | None:
+        """Load the draft model; None for an `optional` one that does not fit the target."""
+        if name == self.loaded.name and optional:
+            return None
+        loaded = self._load(name, self.loaded.dtype, self.loaded.device, progress)
+        try:
+            return DraftModel(loaded, self.loaded)
+        except UsageError:
+            if not optional:
+                raise
+            return None
+
+    def _models(self) -> list[TargetModel]:
+        """List the models that keep a prefix: the target, and the draft model if there is one."""
+        return [self.target] if self.draft is None else [self.target, self.draft.model]
+
+    def _measure(self, progress: Progress) -> CostCurve:
         key = cost_key(self.loaded.name, self.loaded.dtype, self.loaded.device)
         file = cache_dir() / "cost_curves.json"
 
         def report(done: int, total: int) -> None:
             progress.update("measure verify cost", done, total)
 
-        return Budget(max_nodes, cached_cost(file, key, self.target, report))
+        return cached_cost(file, key, self.target, report)
 
     def _threads(self) -> int:
         mailbox = self._mailbox
@@ -132,26 +163,32 @@ class Decoder:
     def generate(self, messages: Any, tools: Any = None, *, prefix: str = "auto", **options: Any) -> Generation:
         """Decode a request to its end.
 
-        Options: method ("ar", "lookup", "toolspec", "ooo"), max_new_tokens, temperature (0 = greedy), seed, stop
-        (strings), salt (prefix caches of different salts never meet), hint (a Hint to use instead of the sidecar).
+        Options: method (a name of `ooospec.methods.METHODS`), max_new_tokens, temperature (0 = greedy), seed, stop
+        (strings), salt (prefix caches of different salts never meet), hint (a Hint to use instead of the sidecar),
+        memory (a Memory instead of the method's own), budget ("measured": only nodes that pay by the measured cost
+        curve; "fixed": the method's published tree size).
         `prefix` sets the condition for measurements: "cold" uses no KV entries of earlier requests, "warm" exactly
         those of the tools and the system prompt, prefilled before the clock starts; both leave the cache as it was.
         Raises UsageError for input that cannot be decoded; a failing sidecar never raises.
         """
         if prefix not in ("auto", "cold", "warm"):
             raise UsageError(f"prefix must be auto, cold or warm; got {prefix!r}.")
-        kept = self.target.prefix_cache
+        kept = [model.prefix_cache for model in self._models()]
         try:
-            if prefix != "auto":
-                self.target.prefix_cache = self._warm_prefix(messages, tools, **options) if prefix == "warm" else None
+            if prefix == "cold":
+                for model in self._models():
+                    model.prefix_cache = None
+            elif prefix == "warm":
+                self._warm_prefix(messages, tools, **options)
             request = _Request(self, messages, tools, fresh=prefix == "cold", **options)
             for _ in request.run():
                 pass
             return request.result()
         finally:
-            self.target.prefix_cache = kept
+            for model, cache in zip(self._models(), kept, strict=True):
+                model.prefix_cache = cache
 
-    def _warm_prefix(self, messages: Any, tools: Any, **options: Any) -> PrefixCache:
+    def _warm_prefix(self, messages: Any, tools: Any, **options: Any) -> None:
         """Prefill what other requests with these tools and this system prompt share, on the sidecar's side too."""
         other = [*check_messages(messages)[:-1], {"role": "user", "content": "Hello."}]
         salt = str(options.get("salt", ""))
@@ -159,16 +196,11 @@ class Decoder:
         ids, other_ids = (self.loaded.codec.encode(conversation.prompt) for conversation in rendered)
         shared = ids[: common_prefix(ids, other_ids)]
         if self._warm is None or self._warm[0] != (salt, shared):
-            warm = PrefixCache()
-            self.target.prefix_cache = None
-            self.target.begin([*shared, 0])
-            self.target.prefill(shared)
-            warm.put(shared, self.target.cache, salt)
-            warm.read_only = True
-            self._warm = (salt, shared), warm
-        if self._client is not None and options.get("method", "ooo") == "ooo" and rendered[1].tools:
+            self._warm = (salt, shared), [_prefilled(model, shared, salt) for model in self._models()]
+        for model, cache in zip(self._models(), self._warm[1], strict=True):
+            model.prefix_cache = cache
+        if self._client is not None and method_named(options.get("method", "ooo")).hints and rendered[1].tools:
             self._client.submit(rendered[1].tools, [("user", "Hello.")]).wait(READY_TIMEOUT_S)
-        return self._warm[1]
 
     @property
     def sidecar_name(self) -> str:
@@ -220,15 +252,22 @@ class _Request:
         stop: str | Sequence[str] | None = None,
         salt: str = "",
         hint: Hint | None = None,
-        budget: Budget | None = None,
+        memory: Memory | None = None,
+        budget: str | None = None,
         fresh: bool = False,
     ) -> None:
         self.clock = time.perf_counter()
-        self.decoder, self.method, self.salt, self.fixed_hint = decoder, method, salt, hint
+        self.decoder, self.salt, self.fixed_hint = decoder, salt, hint
+        self.method = method_named(method)
+        self.memory = memory if memory is not None else decoder.memories.setdefault(method, Memory())
         self.conversation: Conversation = render(decoder.loaded.tokenizer, messages, tools)
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()))
         self.chooser: Chooser = Sampler(temperature, seed) if temperature > 0 else Greedy()
-        self.budget = budget or decoder.budget
+        policy = _budget_policy(budget) if budget is not None else decoder.budget
+        nodes = decoder.max_nodes or self.method.max_nodes
+        self.budget = Budget(nodes, decoder.cost if policy == "measured" else None)
+        if self.method.stock and temperature > 0:
+            raise UsageError("Method stock decodes greedily; leave temperature at 0 or choose another method.")
         self.fresh = fresh
         self.output: list[int] = []
         self.commits: list[Commit] = []
@@ -251,30 +290,37 @@ class _Request:
             decoder._active = None
 
     def _run(self, decoder: Decoder, conversation: Conversation) -> Iterator[Commit]:
-        wanted = self.method == "ooo" and self.fixed_hint is None and conversation.tools
+        wanted = self.method.hints and self.fixed_hint is None and conversation.tools
         if decoder._client is not None and wanted:
             turns = [(str(m["role"]), plain_text(m)) for m in conversation.messages]
             self.mailbox = decoder._client.submit(conversation.tools, turns, self.fresh)
-        memory = decoder.memories.setdefault(self.method, Memory())
-        sources = proposers(self.method, memory, self._poll)
         prompt_ids = decoder.loaded.codec.encode(conversation.prompt)
         key = f"{decoder.loaded.name}/{conversation.style_key}"
         context = DecodeContext(decoder.loaded.codec, prompt_ids, self.output, conversation.tools, key)
         decoder._mailbox = self.mailbox
         try:
-            for commit in decode(
-                decoder.target, context, self.output, sources, self.chooser, self.limits, self.budget,
-                prefill_chunk=decoder._prefill_chunk, salt=self.salt, clock=self.clock,
-            ):  # fmt: skip
+            for commit in self._commits(context):
                 self.total_ms = (time.perf_counter() - self.clock) * 1e3
                 self.cached_tokens = decoder.target.cached_tokens
-                self.commits.append(replace(commit, top=None, prompt_state=None))
+                self.commits.append(replace(commit, top=None, prompt_top=None, prompt_state=None))
                 yield commit
         finally:
             decoder._mailbox = None
             if self.mailbox is not None:
                 self.mailbox.poll()
                 self.mailbox.close()
+
+    def _commits(self, context: DecodeContext) -> Iterator[Commit]:
+        decoder = self.decoder
+        if self.method.stock:
+            return stock_decode(decoder.target, context, self.output, self.limits, self.salt, self.clock)
+        draft = decoder.draft.proposer if decoder.draft is not None else None
+        sources = self.method.build(Setup(self.memory, self._poll, draft))
+        return decode(
+            decoder.target, context, self.output, sources, self.chooser, self.limits, self.budget,
+            calibrator=self.memory.part(Calibrator), prefill_chunk=decoder._prefill_chunk, salt=self.salt,
+            clock=self.clock,
+        )  # fmt: skip
 
     def _poll(self) -> Hint | None:
         hint = self.fixed_hint if self.mailbox is None else self.mailbox.poll()
@@ -322,3 +368,20 @@ class _Request:
             busy_round_ms=statistics.median(busy) if busy else None,
             idle_round_ms=statistics.median(idle) if idle else None,
         )  # fmt: skip
+
+
+def _budget_policy(name: str) -> str:
+    if name not in ("measured", "fixed"):
+        raise UsageError(f"budget must be measured or fixed; got {name!r}.")
+    return name
+
+
+def _prefilled(model: TargetModel, ids: Sequence[int], salt: str) -> PrefixCache:
+    """Make a prefix cache that holds exactly `ids`, outside any clock."""
+    warm = PrefixCache()
+    model.prefix_cache = None
+    model.begin([*ids, 0])
+    model.prefill(ids)
+    warm.put(ids, model.cache, salt)
+    warm.read_only = True
+    return warm

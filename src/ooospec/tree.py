@@ -85,11 +85,13 @@ def _merge(root: int, drafts: Iterable[Draft], max_depth: int | None, vocabulary
     return top
 
 
-def _select(top: _Node, max_nodes: int, cost: Cost | None) -> None:
-    """Mark the nodes to keep: by falling chance, up to the size with the most expected tokens per cost.
+def _select(top: _Node, max_nodes: int, cost: Cost | None, rate: float | None) -> None:
+    """Mark the nodes to keep: by falling chance, up to the size that pays best.
 
     Chances never rise along a path, so every prefix of the order is closed under taking parents, and it holds
-    the largest expected acceptance length of its size.
+    the largest expected acceptance length of its size. With `rate` (tokens per unit of cost that decoding makes on
+    average) the size with the largest expected tokens - rate * cost is kept, which is best over a whole output
+    (renewal-reward argument); without, the size with the most expected tokens per cost of this round alone.
     """
     order: list[_Node] = []
     gains = [1.0]
@@ -107,7 +109,8 @@ def _select(top: _Node, max_nodes: int, cost: Cost | None) -> None:
         gains.append(gains[-1] + node.chance)
     size = len(order)
     if cost is not None and order:
-        size = max(range(len(gains)), key=lambda n: gains[n] / cost(n + 1))
+        worth = (lambda n: gains[n] / cost(n + 1)) if rate is None else (lambda n: gains[n] - rate * cost(n + 1))
+        size = max(range(len(gains)), key=worth)
     for node in order[:size]:
         node.kept = True
 
@@ -119,14 +122,16 @@ def build_tree(
     cost: Cost | None = None,
     max_depth: int | None = None,
     vocabulary: int | None = None,
+    rate: float | None = None,
 ) -> CandidateTree:
     """Merge `drafts` under the last committed token `root`.
 
     At most `max_nodes` nodes (root included), none deeper than `max_depth`, are kept; with `cost`, only as many as
-    raise the expected number of committed tokens per unit of cost. A draft ends before an id of `vocabulary` or more.
+    pay, compared with the `rate` of tokens per unit of cost made so far. A draft ends before an id of `vocabulary` or
+    more.
     """
     top = _merge(root, drafts, max_depth, vocabulary)
-    _select(top, max_nodes, cost)
+    _select(top, max_nodes, cost, rate)
     tokens, parents, sources = [], [], []
     stack: list[tuple[_Node, int]] = [(top, -1)]
     while stack:

@@ -7,6 +7,7 @@ distribution of plain sampling (and with one seed, the same tokens).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ooospec.errors import UsageError
 from ooospec.tree import CandidateTree
 
 
@@ -52,7 +54,11 @@ class Sampler:
 
     def __init__(self, temperature: float, seed: int) -> None:
         if temperature <= 0:
-            raise ValueError(f"temperature must be above 0 to sample (0 is greedy decoding); got {temperature}")
+            raise UsageError(f"temperature must be above 0 to sample (0 is greedy decoding); got {temperature}.")
+        if not math.isfinite(temperature):
+            raise UsageError(f"temperature must be a finite number, 0 for greedy decoding; got {temperature}.")
+        if not -(2**63) <= seed < 2**63:
+            raise UsageError(f"seed must fit into 64 bits; got {seed}.")
         self.temperature = temperature
         self._random = torch.Generator().manual_seed(seed)
 

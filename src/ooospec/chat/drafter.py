@@ -6,6 +6,7 @@ the next key, after another tool name with that tool's slots, after one call wit
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 from ooospec.chat.scanner import CallScanner, CallSpans, Item
 from ooospec.chat.style import CallStyle
+from ooospec.chat.values import copied, ending, realigned
 from ooospec.core import Slot, SlotHint, Tool
 
 STRUCTURE = 0.97
@@ -21,6 +23,8 @@ NEXT_KEY, CLOSE, SKIPPED = 0.85, 0.85, 0.15
 MAX_VALUE_CHARACTERS = 4000
 FREE_KEY = 0.6
 """Chance that an argument whose value nobody has predicted comes next."""
+RECALLED, RECENT, ENDING, EMPTY, REALIGNED, COPIED, RETYPED = 0.4, 0.3, 0.35, 0.08, 0.4, 0.4, 0.5
+"""Chances of guesses about a value that was not predicted, or predicted wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Piece:
 
     text: str
     chance: float = STRUCTURE
+    kind: str = "structure"
+    """What kind of guess the chance is about; kinds are calibrated apart."""
 
 
 Values = Callable[[str, str], SlotHint | None]
@@ -41,10 +47,30 @@ class Guess:
 
     tools: Sequence[tuple[Tool, float]]
     values: Values
+    recall: Callable[[str, str], Sequence[str]] = lambda tool, slot: ()
+    """Values, as JSON text, that this target gave (tool, slot) before."""
+    recent: Callable[[str], Sequence[str]] = lambda partial: ()
+    """Values, as JSON text, that any slot had before and that begin with some text."""
+    source: str | None = None
+    """Text that unpredicted values may be copied from; None = do not guess inside them."""
 
     def named(self, name: str) -> Tool | None:
         """Find a tool by name."""
         return next((tool for tool, _ in self.tools if tool.name == name), None)
+
+    def closest(self, name: str, keys: Sequence[str] = ()) -> Tool | None:
+        """Find the tool that a name nobody has was probably meant to be: one that has the keys, then by likeness."""
+        wanted = _plain(name.removeprefix("Name:"))
+
+        def likeness(tool: Tool) -> tuple[int, float]:
+            known = sum(tool.slot(key) is not None for key in keys)
+            return known, difflib.SequenceMatcher(None, wanted, _plain(tool.name)).ratio()
+
+        return max((tool for tool, _ in self.tools), key=likeness, default=None)
+
+
+def _plain(name: str) -> str:
+    return "".join(char for char in name.lower() if char.isalnum())
 
 
 def continuations(scanner: CallScanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
@@ -57,22 +83,31 @@ def continuations(scanner: CallScanner, style: CallStyle, guess: Guess) -> Itera
             yield from _after(text[call.start :], style.head, _named(style, guess, tool, tool.name, chance))
     elif call.name.end is None:
         partial = text[call.name.start :]
-        for tool, chance in guess.tools:
-            if tool.name.startswith(partial):
-                yield _named(style, guess, tool, tool.name[len(partial) :], chance)
-    elif (chosen := guess.named(call.name.of(text))) is not None:
-        yield from _inside(text, call, style, guess, chosen)
+        fitting = [(tool, chance) for tool, chance in guess.tools if tool.name.startswith(partial)]
+        for tool, chance in fitting:
+            yield _named(style, guess, tool, tool.name[len(partial) :], chance)
+        if not fitting and guess.source is not None and (meant := guess.closest(partial)) is not None:
+            first, *rest = _arguments(style, guess, meant)
+            yield [Piece(first.text, ENDING, "unknown name"), *rest]
+    else:
+        name = call.name.of(text)
+        keys = [item.key.of(text) for item in call.items]
+        chosen = guess.named(name) or (guess.closest(name, keys) if guess.source is not None else None)
+        if chosen is not None:
+            yield from _inside(text, call, style, guess, chosen)
 
 
-END = Piece("", 0.9)
+END = Piece("", 0.9, "end")
 """Stands for the end of the output."""
 
 
-def _after(done: str, literal: str, then: list[Piece], chance: float = STRUCTURE) -> Iterator[list[Piece]]:
+def _after(
+    done: str, literal: str, then: list[Piece], chance: float = STRUCTURE, kind: str = "structure"
+) -> Iterator[list[Piece]]:
     """Yield the rest of `literal` and `then`, if `done` is a beginning of the literal."""
     if literal.startswith(done):
         rest = literal[len(done) :]
-        yield [Piece(rest, chance), *then] if rest else then
+        yield [Piece(rest, chance, kind), *then] if rest else then
 
 
 def _outside(scanner: CallScanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
@@ -80,15 +115,18 @@ def _outside(scanner: CallScanner, style: CallStyle, guess: Guess) -> Iterator[l
     heads = [[Piece(style.head), *_named(style, guess, tool, tool.name, chance)] for tool, chance in guess.tools]
     if scanner.calls:
         done = text[scanner.calls[-1].end :]
-        yield from _after(done, style.closing, [END], CLOSE)
+        yield from _after(done, style.closing, [END], CLOSE, "close")
         for head in heads:
-            yield from _after(done, style.between, head, SKIPPED)
+            yield from _after(done, style.between, head, SKIPPED, "another call")
         return
     overlap = _overlap(text, style.opening)
     if overlap is None:
         return
     for head in heads:
-        yield from _after(style.opening[:overlap], style.opening, head, STRUCTURE if overlap or not text else SKIPPED)
+        if overlap or not text:
+            yield from _after(style.opening[:overlap], style.opening, head, STRUCTURE, "opening")
+        else:
+            yield from _after("", style.opening, head, SKIPPED, "late opening")
 
 
 def _overlap(text: str, opening: str) -> int | None:
@@ -101,15 +139,19 @@ def _overlap(text: str, opening: str) -> int | None:
 
 def _named(style: CallStyle, guess: Guess, tool: Tool, rest_of_name: str, chance: float) -> list[Piece]:
     """Write the rest of the name and all that follows."""
-    pieces = [Piece(rest_of_name, chance)] if rest_of_name else []
+    pieces = [Piece(rest_of_name, chance, f"name {int(5 * chance)}")] if rest_of_name else []
     return [*pieces, *_arguments(style, guess, tool)]
 
 
 def _arguments(style: CallStyle, guess: Guess, tool: Tool) -> list[Piece]:
     items = _items(style, guess, tool, tool.slots)
     if items is None:
-        return [Piece(style.empty), Piece(style.closing, CLOSE), END]
+        return [Piece(style.empty), *_closing(style)]
     return [Piece(style.middle), *items]
+
+
+def _closing(style: CallStyle) -> list[Piece]:
+    return [Piece(style.closing, CLOSE, "close"), END]
 
 
 def _items(style: CallStyle, guess: Guess, tool: Tool, slots: Sequence[Slot]) -> list[Piece] | None:
@@ -120,14 +162,22 @@ def _items(style: CallStyle, guess: Guess, tool: Tool, slots: Sequence[Slot]) ->
         if hint is not None and not hint.present:
             continue
         if pieces:
-            pieces.append(Piece(style.comma, NEXT_KEY))
+            pieces.append(Piece(style.comma, NEXT_KEY, "next key"))
         if hint is None:
-            known = 1.0 if slot.required else FREE_KEY
-            return [*pieces, Piece(slot.name, known), Piece(style.colon + _value_opening(slot))]
-        pieces += [Piece(slot.name), Piece(style.colon), Piece(to_json(hint.value), hint.confidence)]
+            pieces.append(Piece(slot.name) if slot.required else Piece(slot.name, FREE_KEY, "free key"))
+            recalled = guess.recall(tool.name, slot.name)
+            if not recalled:
+                return [*pieces, Piece(style.colon + _value_opening(slot))]
+            pieces += [Piece(style.colon), Piece(recalled[0], RECALLED, "recalled")]
+        else:
+            pieces += [Piece(slot.name, STRUCTURE, "key"), Piece(style.colon), _value(hint)]
     if not pieces:
         return None
-    return [*pieces, Piece(style.tail, CLOSE), Piece(style.closing, CLOSE), END]
+    return [*pieces, Piece(style.tail, CLOSE, "tail"), *_closing(style)]
+
+
+def _value(hint: SlotHint) -> Piece:
+    return Piece(to_json(hint.value), hint.confidence, f"value {int(5 * hint.confidence)}")
 
 
 def _value_opening(slot: Slot) -> str:
@@ -152,8 +202,8 @@ def _inside(text: str, call: CallSpans, style: CallStyle, guess: Guess, tool: To
     if items is not None:
         yield from _after(done, style.middle, items)
     if items is None or not any(slot.required for slot in tool.slots):
-        chance = STRUCTURE if items is None else SKIPPED
-        yield from _after(done, style.empty, [Piece(style.closing, CLOSE), END], chance)
+        chance, kind = (STRUCTURE, "structure") if items is None else (SKIPPED, "empty call")
+        yield from _after(done, style.empty, _closing(style), chance, kind)
 
 
 def _in_arguments(text: str, call: CallSpans, style: CallStyle, guess: Guess, tool: Tool) -> Iterator[list[Piece]]:
@@ -165,8 +215,13 @@ def _in_arguments(text: str, call: CallSpans, style: CallStyle, guess: Guess, to
             if other.name not in seen and other.name.startswith(partial):
                 rest = _from_slot(style, guess, tool, other)
                 yield [Piece(other.name[len(partial) :]), *rest] if other.name != partial else rest
+        if guess.source is not None and partial and tool.slot(partial) is None:
+            unknown = _from_slot(style, guess, tool, Slot(partial, (), False))
+            yield [Piece(unknown[0].text, ENDING, "unknown key"), *unknown[1:]]
         return
     slot = tool.slot(item.key.of(text))
+    if slot is None and guess.source is not None:
+        slot = Slot(item.key.of(text), (), False)
     if item.value is None:
         if slot is not None:
             done = text[item.key.end :]
@@ -183,32 +238,74 @@ def _from_slot(style: CallStyle, guess: Guess, tool: Tool, slot: Slot) -> list[P
     """Write from the colon after a key the target has chosen, whatever was predicted about leaving it out."""
     hint = guess.values(tool.name, slot.name)
     colon = [Piece(style.colon)] if style.colon else []
-    if hint is None or not hint.present:
-        opening = _value_opening(slot)
-        return [*colon, Piece(opening)] if opening else colon
-    value = Piece(to_json(hint.value), hint.confidence)
-    return [*colon, value, *_rest(style, guess, tool, slot.name)]
+    rest = _rest(style, guess, tool, slot.name)
+    if hint is not None and hint.present:
+        return [*colon, _value(hint), *rest]
+    recalled = guess.recall(tool.name, slot.name)
+    if recalled:
+        return [*colon, Piece(recalled[0], RECALLED, "recalled"), *rest]
+    opening = _value_opening(slot)
+    return [*colon, Piece(opening)] if opening else colon
 
 
 def _rest(style: CallStyle, guess: Guess, tool: Tool, after: str) -> list[Piece]:
     """Write what follows the value of slot `after`."""
     names = [slot.name for slot in tool.slots]
-    following = tool.slots[names.index(after) + 1 :] if after in names else ()
+    following = tool.slots[names.index(after) + 1 :] if after in names else tool.slots
     items = _items(style, guess, tool, following)
     if items is None:
-        return [Piece(style.tail, CLOSE), Piece(style.closing, CLOSE), END]
-    return [Piece(style.comma, NEXT_KEY), *items]
+        return [Piece(style.tail, CLOSE, "tail"), *_closing(style)]
+    return [Piece(style.comma, NEXT_KEY, "next key"), *items]
 
 
 def _in_value(partial: str, style: CallStyle, guess: Guess, tool: Tool, slot: Slot) -> Iterator[list[Piece]]:
     """Go on inside a value: with the predicted one or a choice of the schema that begins like it."""
     hint = guess.values(tool.name, slot.name)
-    candidates = [(to_json(hint.value), 0.9)] if hint is not None and hint.present else []
-    candidates += [(to_json(choice), 1 / len(slot.choices)) for choice in slot.choices]
     rest = _rest(style, guess, tool, slot.name)
-    for value, chance in candidates:
+    for value, chance, kind in _candidates(partial, guess, tool, slot, hint):
         if value.startswith(partial):
-            yield [Piece(value[len(partial) :], chance), *rest] if value != partial else rest
+            yield [Piece(value[len(partial) :], chance, kind), *rest] if value != partial else rest
+    if guess.source is None:
+        return
+    if hint is not None and hint.present and (tail := realigned(partial, to_json(hint.value))):
+        yield [Piece(tail, REALIGNED, "realigned"), *rest]
+    if (end := ending(partial)) is not None:
+        empty = partial in ('"', "{", "[")
+        kind = "empty value" if empty else f"ending {slot.types[:1]}"
+        chance = EMPTY if empty else ENDING
+        if end:
+            yield [Piece(end, chance, kind), *rest]
+        else:
+            yield [Piece(rest[0].text, chance * rest[0].chance, kind), *rest[1:]]
+    if copy := copied(partial, guess.source):
+        yield [Piece(copy, COPIED, "copied")]
+
+
+def _candidates(
+    partial: str, guess: Guess, tool: Tool, slot: Slot, hint: SlotHint | None
+) -> Iterator[tuple[str, float, str]]:
+    """Yield whole values, as JSON text, with chance and kind."""
+    if hint is not None and hint.present:
+        yield to_json(hint.value), 0.9, "value begun"
+        if guess.source is not None:
+            for text in _retyped(hint.value):
+                yield text, RETYPED, "retyped"
+    for choice in slot.choices:
+        yield to_json(choice), 1 / len(slot.choices), "choice"
+    for text in guess.recall(tool.name, slot.name):
+        yield text, RECALLED, "recalled begun"
+    for text in guess.recent(partial):
+        yield text, RECENT, "recent begun"
+
+
+def _retyped(value: Any) -> list[str]:
+    """Write a value as the type the schema does not say: a number in quotes, or a quoted number bare."""
+    if isinstance(value, bool) or value is None:
+        return [json.dumps(str(value))]
+    if isinstance(value, int | float | list | dict):
+        return [json.dumps(to_json(value), ensure_ascii=False)]
+    text = value.strip()
+    return [text] if text and text.removeprefix("-").replace(".", "", 1).isdigit() else []
 
 
 def _after_value(
@@ -220,14 +317,13 @@ def _after_value(
     slots = [slot for slot in tool.slots if slot.name not in seen or slot.name == key]
     known = replace(tool, slots=tuple(slots))
     rest = _rest(style, guess, known, key)
-    yield from _after(done, rest[0].text, rest[1:], rest[0].chance)
-    close = [Piece(style.closing, CLOSE), END]
+    yield from _after(done, rest[0].text, rest[1:], rest[0].chance, rest[0].kind)
     if rest[0].text != style.tail:
-        yield from _after(done, style.tail, close, SKIPPED)
+        yield from _after(done, style.tail, _closing(style), SKIPPED, "early tail")
     else:  # the prediction ends the call here: the target may still fill an argument that was to be left out
         for slot in slots:
             if slot.name != key:
-                yield from _after(done, style.comma, [Piece(slot.name), Piece(style.colon)], SKIPPED)
+                yield from _after(done, style.comma, [Piece(slot.name), Piece(style.colon)], SKIPPED, "extra key")
 
 
 def to_json(value: Any) -> str:

@@ -13,7 +13,8 @@ from ooospec.errors import ToolsError
 
 _TYPE_NAMES = {
     "dict": "object", "float": "number", "double": "number", "tuple": "array", "list": "array", "set": "array",
-    "str": "string", "int": "integer", "long": "integer", "bool": "boolean", "any": "", "none": "null",
+    "str": "string", "char": "string", "int": "integer", "long": "integer", "short": "integer", "byte": "integer",
+    "bool": "boolean", "hashmap": "object", "arraylist": "array", "any": "", "none": "null",
 }  # fmt: skip
 _JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 MAX_BRANCHES = 32

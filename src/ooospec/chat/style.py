@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from ooospec.chat.scanner import CallScanner, CallSpans
 
+RECENT_KEPT = 200
 LEARNED_KEPT = 4
 """Learned styles kept per situation, most recent first."""
 
@@ -106,11 +109,63 @@ def _learn_shape(text: str, call: CallSpans, shape: CallStyle) -> CallStyle:
     return replace(shape, comma=', "')
 
 
+class ValueBook:
+    """Remember the values that a target gave each slot last, and each slot name under any tool."""
+
+    def __init__(self, kept: int = 3) -> None:
+        self.kept = kept
+        self._values: dict[str, list[str]] = {}
+        self._recent: dict[str, None] = {}
+
+    def recall(self, tool: str, slot: str) -> list[str]:
+        """Return JSON texts, the last one first."""
+        return self._values.get(f"{tool}\n{slot}") or self._values.get(f"\n{slot}", [])
+
+    def recent(self, partial: str) -> list[str]:
+        """Return the newest values of any slot that begin with `partial`, if it says enough."""
+        if len(partial) < 2:
+            return []
+        return [value for value in reversed(self._recent) if value.startswith(partial) and value != partial][:2]
+
+    def learn(self, scanner: CallScanner) -> None:
+        """Take note of the values in a finished output."""
+        text = scanner.text
+        for call in scanner.calls:
+            for item in call.items:
+                if call.name is None or item.value is None or item.value.end is None:
+                    continue
+                value = item.value.of(text)
+                self._recent.pop(value, None)
+                self._recent[value] = None
+                if len(self._recent) > RECENT_KEPT:
+                    del self._recent[next(iter(self._recent))]
+                for key in (f"{call.name.of(text)}\n{item.key.of(text)}", f"\n{item.key.of(text)}"):
+                    seen = self._values.get(key, [])
+                    self._values[key] = [value, *(other for other in seen if other != value)][: self.kept]
+
+    def dump(self) -> bytes:
+        """Write all values."""
+        return msgspec.msgpack.encode((self._values, list(self._recent)))
+
+    def load(self, data: bytes) -> None:
+        """Read what `dump` wrote."""
+        self._values, recent = msgspec.msgpack.decode(data, type=tuple[dict[str, list[str]], list[str]])
+        self._recent = dict.fromkeys(recent)
+
+
 class StyleBook:
     """Remember, per situation, the styles seen last. Shared by all requests of a target."""
 
     def __init__(self) -> None:
         self._learned: dict[str, list[CallStyle]] = {}
+
+    def dump(self) -> bytes:
+        """Write the learned styles."""
+        return msgspec.msgpack.encode(self._learned)
+
+    def load(self, data: bytes) -> None:
+        """Read what `dump` wrote."""
+        self._learned = msgspec.msgpack.decode(data, type=dict[str, list[CallStyle]])
 
     def ranked(self, key: str, prompt: str) -> list[tuple[CallStyle, float]]:
         """List styles with their chances: learned ones first (most recent best), then the prompt's defaults."""

@@ -34,9 +34,9 @@ def run_doctor(console: Console, load: Callable[[], Decoder], fresh: bool) -> No
         (cache_dir() / "cost_curves.json").unlink(missing_ok=True)
     with load() as decoder:
         console.print(f"target     {decoder.loaded.name}, {decoder.loaded.dtype}, {decoder.loaded.device}")
-        curve = decoder.budget.cost
+        curve = decoder.cost
     assert isinstance(curve, CostCurve)
-    console.print("\nverify cost (384 cached tokens, median of 3)")
+    console.print("\nverify cost (384 cached tokens, median of 3; never less than for fewer tokens)")
     for width, ms in zip(curve.widths, curve.ms, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * ms / curve.ms[-1]))
         console.print(f"{width:4d} tokens  {ms:8.1f} ms  {ms / curve.ms[0]:5.2f}x  {bar}")

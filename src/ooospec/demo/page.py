@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ooospec.bench.compare import Comparison
 from ooospec.chat.codec import TextCodec
-from ooospec.demo.compare import Comparison
 from ooospec.demo.terminal import METHOD_NAMES, call_text
 from ooospec.generation import Generation
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from ooospec.bench.compare import Comparison, compare
 from ooospec.bench.datasets import BenchRequest, load_benchmark, sample
-from ooospec.demo.compare import Comparison, compare
 from ooospec.demo.examples import examples
 from ooospec.demo.page import render_page
 from ooospec.demo.terminal import METHOD_NAMES, legend, show
@@ -36,9 +36,9 @@ def conditions(decoder: Decoder, prefix: str) -> str:
     """Say in one line what was measured with what."""
     loaded, place = decoder.loaded, decoder.placement
     sidecar = decoder.sidecar_name or "none"
-    threads = (
-        f", threads: target {place.target_idle} ({place.target_busy} while the sidecar works), sidecar {place.sidecar}"
-    )
+    threads = f", threads: target {place.target_idle}"
+    if decoder.sidecar_name:
+        threads += f" ({place.target_busy} while the sidecar works), sidecar {place.sidecar}"
     return (
         f"target {loaded.name}, sidecar {sidecar}, {loaded.dtype}, {loaded.device}"
         f"{threads if loaded.device == 'cpu' else ''}; greedy, batch one, {prefix} prefix; clock from request arrival"

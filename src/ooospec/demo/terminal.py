@@ -10,9 +10,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ooospec.bench.compare import Comparison, Divergence
 from ooospec.chat.codec import TextCodec
 from ooospec.console import SOURCE_COLOURS
-from ooospec.demo.compare import Comparison, Divergence
 from ooospec.generation import Generation
 
 BAR_WIDTH = 62

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ooospec.bench.compare import Comparison, compare
 from ooospec.bench.datasets import BENCHMARKS, BenchRequest, load_benchmark, sample
-from ooospec.demo.compare import Comparison, compare
 from ooospec.demo.examples import examples
 from ooospec.errors import UsageError
 from ooospec.methods import METHODS

@@ -17,7 +17,8 @@ from ooospec.chat.schema import read_tools
 from ooospec.core import DecodeContext, Hint
 from ooospec.engine import Budget, decode
 from ooospec.errors import UsageError
-from ooospec.methods import Memory, proposers
+from ooospec.memory import Memory
+from ooospec.methods import Setup, method_named
 from ooospec.stopping import Limits
 from ooospec.target.loading import eos_ids
 from ooospec.target.model import TargetModel
@@ -31,7 +32,7 @@ def ooo_generate(
 
     The function takes batch size one and returns ids [1, prompt + output]. Raises UsageError for other batches.
     """
-    memory, known = Memory(), read_tools(tools)
+    memory, known, built = Memory(), read_tools(tools), method_named(method)
 
     def generate(model: Any, input_ids: Tensor, generation_config: Any = None, **_: Any) -> Tensor:
         if input_ids.shape[0] != 1:
@@ -41,7 +42,7 @@ def ooo_generate(
         room = config.max_new_tokens or (config.max_length or len(prompt) + 20) - len(prompt)
         codec = TextCodec(tokenizer.backend_tokenizer, eos_ids(model, tokenizer))
         context = DecodeContext(codec, prompt, output, known, "generate")
-        sources = proposers(method, memory, lambda: hint)
+        sources = built.build(Setup(memory, lambda: hint))
         chooser: Chooser = Sampler(config.temperature or 1.0, torch.initial_seed()) if config.do_sample else Greedy()
         target = TargetModel(model)
         try:

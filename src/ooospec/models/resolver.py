@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import shutil
 from pathlib import Path
 
 from filelock import FileLock
 
-from ooospec.config import cache_dir
-from ooospec.errors import ModelNotFoundError
+from ooospec.config import cache_dir, make_cache_dir
+from ooospec.errors import CacheError, ModelNotFoundError
 from ooospec.models.catalogue import CatalogueEntry, catalogue
 from ooospec.models.convert import convert_gguf
 from ooospec.models.fetch import fetch_gguf, hub_reachable
 from ooospec.models.progress import Progress, Silent
+
+ROOM_FACTOR = 5
+"""Peak disk use of a catalogue model, in sizes of its GGUF file: parts, joined file, bfloat16 weights."""
 
 
 def resolve_model(name: str, progress: Progress | None = None) -> Path:
@@ -25,6 +29,8 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
     Two processes that ask at once wait for each other. Raises ModelNotFoundError or ChecksumError.
     """
     progress = progress or Silent()
+    if not name.strip():
+        raise ModelNotFoundError("The model name is empty; give a hub id, a folder, a .gguf file or an embedded name.")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -47,18 +53,30 @@ def _embedded(name: str, entry: CatalogueEntry, progress: Progress) -> Path:
     folder = converted_folder(name)
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_cache_dir("models")
     with FileLock(folder.with_name(name + ".lock")):
         if folder.is_dir():
             return folder
         if hub_reachable():
             return _from_hub(entry.hub)
-        downloads = cache_dir() / "downloads" / name
-        downloads.mkdir(parents=True, exist_ok=True)
+        downloads = make_cache_dir("downloads", name)
+        _check_room(downloads, entry)
         gguf = fetch_gguf(entry, downloads, progress)
         convert_gguf(gguf, folder, progress)
         gguf.unlink()
     return folder
+
+
+def _check_room(downloads: Path, entry: CatalogueEntry) -> None:
+    """Raise CacheError where the file and its bfloat16 copy will not fit."""
+    here = sum(file.stat().st_size for file in downloads.rglob("*") if file.is_file())
+    needed = ROOM_FACTOR * entry.bytes - here
+    free = shutil.disk_usage(downloads).free
+    if free < needed:
+        raise CacheError(
+            f"{entry.file} needs about {needed / 1e6:.0f} MB in {cache_dir()}, of which {free / 1e6:.0f} MB are free; "
+            "make room or set OOOSPEC_CACHE to a folder on another disk."
+        )
 
 
 def _local_gguf(path: Path, progress: Progress) -> Path:
@@ -67,7 +85,7 @@ def _local_gguf(path: Path, progress: Progress) -> Path:
     stat = path.stat()
     identity = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_dir() / "models" / f"{path.stem}-{identity}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_cache_dir("models")
     with FileLock(folder.with_name(folder.name + ".lock")):
         if not folder.is_dir():
             convert_gguf(path, folder, progress)

@@ -6,15 +6,18 @@ the same drafter knows the values: the hint bank of OoO-Spec (one view per call 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ooospec.chat.codec import TextCodec, TextStream
 from ooospec.chat.drafter import END, Guess, Piece, continuations, is_writable
 from ooospec.chat.scanner import CallScanner
-from ooospec.chat.style import CallStyle, StyleBook
+from ooospec.chat.style import CallStyle, StyleBook, ValueBook
 from ooospec.core import Commit, DecodeContext, Draft, Hint, SlotHint, Tool
 
-MAX_DRAFTS = 12
+MAX_DRAFTS = 16
+MAX_HINT_DRAFTS = 9
 MAX_DRAFT_TOKENS = 160
 INSIDE = 0.96
 """Chance that a piece goes on after its first token was right."""
@@ -26,8 +29,11 @@ class CallProposer:
     name = "calls"
     wants_top = False
 
-    def __init__(self, book: StyleBook, poll: Callable[[], Hint | None] | None = None) -> None:
-        self.book, self._poll = book, poll
+    def __init__(
+        self, book: StyleBook, poll: Callable[[], Hint | None] | None = None, values: ValueBook | None = None
+    ) -> None:
+        """`values` = also guess inside values that nobody predicted: recall, copy, end."""
+        self.book, self._poll, self.values = book, poll, values
 
     def begin(self, context: DecodeContext) -> None:
         """Start a request."""
@@ -47,8 +53,16 @@ class CallProposer:
         hint = self._poll() if self._poll is not None else None
         drafts: list[Draft] = []
         if hint is not None and (hint.function is not None or hint.slots):
-            drafts += self._drafts("hint", _hinted(hint, self._context.tools), 6)
-        return drafts + self._drafts("schema", _uninformed(self._context.tools), MAX_DRAFTS - len(drafts))
+            drafts += self._drafts("hint", self._eager(_hinted(hint, self._context.tools)), MAX_HINT_DRAFTS)
+        uninformed = self._eager(_uninformed(self._context.tools))
+        return drafts + self._drafts("schema", uninformed, MAX_DRAFTS - len(drafts))
+
+    def _eager(self, guess: Guess) -> Guess:
+        return (
+            guess
+            if self.values is None
+            else replace(guess, recall=self.values.recall, recent=self.values.recent, source=self._prompt)
+        )
 
     def _drafts(self, source: str, guess: Guess, count: int) -> list[Draft]:
         drafts: dict[tuple[int, ...], Draft] = {}
@@ -65,18 +79,21 @@ class CallProposer:
         ids, starts = self._codec.continue_with(self._committed, "".join(piece.text for piece in pieces))
         bounds, position = [], 0
         for piece in pieces:
-            bounds.append((position, piece.chance))
+            bounds.append(position)
             position += len(piece.text)
-        chances, at = [], 0
+        chances, kinds, at, kind = [], [], 0, ""
         for end in [*starts[1:], position]:
-            opened: float | None = None
-            while at < len(bounds) and bounds[at][0] < end:
-                opened = (1.0 if opened is None else opened) * bounds[at][1]
+            first = at
+            while at < len(bounds) and bounds[at] < end:
                 at += 1
-            chances.append(INSIDE if opened is None else opened)
+            opened = pieces[first:at]
+            kind = "+".join(piece.kind for piece in opened) or f"in {kind.removeprefix('in ')}"
+            chances.append(math.prod(piece.chance for piece in opened) if opened else INSIDE)
+            kinds.append(f"{source} {kind}")
         if pieces and pieces[-1] is END:
-            ids, chances = [*ids, self._codec.eos_id], [*chances, END.chance]
-        return Draft(tuple(ids[:MAX_DRAFT_TOKENS]), source, tuple(chances[: len(ids)][:MAX_DRAFT_TOKENS]))
+            ids, chances, kinds = [*ids, self._codec.eos_id], [*chances, END.chance], [*kinds, f"{source} end"]
+        size = min(len(ids), MAX_DRAFT_TOKENS)
+        return Draft(tuple(ids[:size]), source, tuple(chances[:size]), tuple(kinds[:size]))
 
     def observe(self, commit: Commit) -> None:
         """Read on in the committed text."""
@@ -86,6 +103,8 @@ class CallProposer:
     def end(self) -> None:
         """Learn the style of the output for later requests."""
         self.book.learn(self._context.style_key, self._prompt, self._scanner)
+        if self.values is not None:
+            self.values.learn(self._scanner)
 
 
 def _by_chance(scanner: CallScanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess) -> Iterator[list[Piece]]:
@@ -93,7 +112,8 @@ def _by_chance(scanner: CallScanner, styles: Sequence[tuple[CallStyle, float]], 
     for style, weight in styles:
         for pieces in continuations(scanner, style, guess):
             if pieces and not scanner.text:
-                yield [Piece(pieces[0].text, pieces[0].chance * weight), *pieces[1:]]
+                first = pieces[0]
+                yield [Piece(first.text, first.chance * weight, f"{first.kind} {int(5 * weight)}"), *pieces[1:]]
             elif pieces:
                 yield pieces
 

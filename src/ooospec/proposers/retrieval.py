@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +38,15 @@ class RetrievalMemory:
         self._outputs.append(list(output))
         if len(self._outputs) > self.capacity:
             del self._states[0], self._outputs[0]
+
+    def dump(self) -> bytes:
+        """Write all requests."""
+        return msgspec.msgpack.encode([(s.tobytes(), o) for s, o in zip(self._states, self._outputs, strict=True)])
+
+    def load(self, data: bytes) -> None:
+        """Read what `dump` wrote."""
+        for state, output in msgspec.msgpack.decode(data, type=list[tuple[bytes, list[int]]]):
+            self.add(np.frombuffer(state, np.float32), output)
 
     def nearest(self, state: NDArray[np.float32], count: int = NEIGHBOURS) -> list[list[int]]:
         """Return the outputs of the `count` most similar requests, most similar first."""

@@ -8,6 +8,7 @@ the fault is counted, and one that this process started is started again.
 from __future__ import annotations
 
 import logging
+import socket as tcp
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from ooospec.sidecar.protocol import (
 )
 
 logger = logging.getLogger("ooospec.sidecar")
+KNOCK_SECONDS = 5.0
 HANG_SECONDS = 60.0
 """Silence after a request that makes a supervised sidecar count as hung."""
 WAVE_SECONDS = 20.0
@@ -117,6 +119,8 @@ class SidecarClient:
         self._connect()
 
     def _connect(self) -> None:
+        if self._process is None:
+            _knock(self._address)
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -246,6 +250,22 @@ class SidecarClient:
         self._disconnect()
         if self._process is not None:
             self._process.stop()
+
+
+def _knock(address: str) -> None:
+    """Open and close a connection to a tcp address, so that a wrong one is told at once. Raises SidecarError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://"):
+        return
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SidecarError(f"Cannot use sidecar address {address!r}; give one like tcp://192.0.2.7:7777.")
+    try:
+        tcp.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
+    except OSError as error:
+        raise SidecarError(
+            f"No sidecar at {address} ({error}). Start one there (`ooospec sidecar`), check the address, or use "
+            "--sidecar none."
+        ) from error
 
 
 def _chance(percent: int) -> float:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ooospec.errors import UsageError
-from ooospec.target.loading import DTYPES, LoadedModel, default_device, load_model
+from ooospec.target.loading import DTYPES, LoadedModel, load_model, parse_device
 
 MIN_HIDDEN_SIZE = 768
 """Narrower models lose most of their accuracy (SmolLM2-135M, width 576, does)."""
@@ -42,11 +42,16 @@ def quantize_int8(model: PreTrainedModel) -> PreTrainedModel:
     return quantized
 
 
-def load_sidecar(path: Path, name: str, dtype: str, device: str | None, adapter: str | None) -> LoadedModel:
-    """Load a sidecar; dtype "auto" takes int8 where it pays, else bfloat16. Raises UsageError for other names."""
+def check_sidecar_dtype(dtype: str) -> None:
+    """Raise UsageError for a name that is no dtype of a sidecar."""
     if dtype not in ("auto", "int8", *DTYPES):
         raise UsageError(f"Unknown sidecar dtype {dtype!r}; choose one of auto, int8, {', '.join(DTYPES)}.")
-    device = device or default_device()
+
+
+def load_sidecar(path: Path, name: str, dtype: str, device: str | None, adapter: str | None) -> LoadedModel:
+    """Load a sidecar; dtype "auto" takes int8 where it pays, else bfloat16. Raises UsageError for other names."""
+    check_sidecar_dtype(dtype)
+    device = parse_device(device)
     hidden_size = int(json.loads((path / "config.json").read_text("utf-8")).get("hidden_size") or 0)
     if dtype == "auto":
         dtype = "int8" if can_quantize(hidden_size, device) else "bfloat16"

@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from ooospec.errors import OooSpecError, UsageError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.process import READY
 from ooospec.sidecar.protocol import Cancel, Done, FromSidecar, Function, Hello, SlotValue, Submit, Welcome
@@ -108,9 +109,20 @@ class SidecarServer:
 
 
 def bind(address: str) -> tuple[zmq.Socket[bytes], str]:
-    """Bind a ROUTER socket; port `*` takes a free one. Returns the socket and the address it got."""
+    """Bind a ROUTER socket; port `*` takes a free one. Returns the socket and the address it got.
+
+    Raises UsageError for an address that cannot be listened on.
+    """
+    advice = "give one like tcp://127.0.0.1:7777 with a free port from 1 to 65535 (tcp://0.0.0.0:7777 = all networks)"
+    port = address.rpartition(":")[2]
+    if address.startswith("tcp://") and port != "*" and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise UsageError(f"Cannot listen on {address!r}: no such port; {advice}.")
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.bind(address)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise UsageError(f"Cannot listen on {address!r}: {error}; {advice}.") from error
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
@@ -138,14 +150,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cores", default="", help="comma-separated CPU numbers to stay on")
     parser.add_argument("--supervised", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
+    try:
+        _run(options)
+    except OooSpecError as error:
+        if not options.supervised:
+            raise
+        sys.exit(str(error))  # the parent shows these last words
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.supervised:
         _end_with_parent()
     if options.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     socket, address = bind(options.address)
-    sys.stdout.write(f"{READY}{address}\n")
-    sys.stdout.flush()
-
+    if options.supervised:  # the parent connects now; its messages wait until the model is loaded
+        _announce(address)
     import torch
 
     from ooospec.sidecar.predictor import WavePredictor
@@ -153,7 +173,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.set_num_threads(options.threads)
     loaded = load_sidecar(options.path, options.name, options.dtype, options.device, options.adapter)
+    if not options.supervised:
+        _announce(address)
     SidecarServer(WavePredictor(loaded), options.name, socket).serve()
+
+
+def _announce(address: str) -> None:
+    sys.stdout.write(f"{READY}{address}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

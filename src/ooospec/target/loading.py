@@ -35,6 +35,17 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def parse_device(name: str | None) -> str:
+    """Return the device `name`, or the default one for None. Raises UsageError for one that is not here."""
+    if name is None:
+        return default_device()
+    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    here += ["mps"] if torch.backends.mps.is_available() else []
+    if name not in here and not (name == "cuda" and len(here) > 1 and here[1].startswith("cuda")):
+        raise UsageError(f"No device {name!r} here; choose one of {', '.join(here)}, or none for the best.")
+    return name
+
+
 def parse_dtype(name: str) -> torch.dtype:
     """Turn a dtype's name into torch's; raises UsageError."""
     if name not in DTYPES:
@@ -53,13 +64,21 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
 def load_model(
     path: Path, name: str, dtype: str = "bfloat16", device: str | None = None, adapter: str | None = None
 ) -> LoadedModel:
-    """Load the model in folder `path`, with a peft adapter merged into it. Raises UsageError for an unknown dtype."""
-    torch_dtype, device = parse_dtype(dtype), device or default_device()
+    """Load the model in folder `path`, with a peft adapter merged into it.
+
+    Raises UsageError for an unknown dtype or device, or a folder that transformers cannot load.
+    """
+    torch_dtype, device = parse_dtype(dtype), parse_device(device)
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa")
+    except (ValueError, OSError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+        raise UsageError(
+            f"Cannot load {name!r} from {path}: {_first_line(error)}. A folder with config.json, a tokenizer and "
+            "safetensors weights that transformers can load is needed."
+        ) from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
@@ -71,11 +90,21 @@ def load_model(
 
 
 def _with_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    if not (Path(adapter) / "adapter_config.json").is_file():
-        raise UsageError(f"No adapter at {adapter!r}: a folder with adapter_config.json and its weights is needed.")
+    check_adapter(adapter)
     from peft import PeftModel
 
     try:
         return PeftModel.from_pretrained(model, adapter).merge_and_unload()
     except RuntimeError as error:
         raise UsageError(f"Adapter {adapter!r} does not fit {model.config.model_type}: {str(error)[:200]}") from error
+
+
+def check_adapter(adapter: str | None) -> None:
+    """Raise UsageError if `adapter` is no folder of a peft adapter."""
+    if adapter and not (Path(adapter) / "adapter_config.json").is_file():
+        raise UsageError(f"No adapter at {adapter!r}: a folder with adapter_config.json and its weights is needed.")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200].rstrip('.') if lines else 'no message'}"

@@ -36,9 +36,7 @@ class TreeModel:
         self.threads: Callable[[], int] | None = None
         """Asked before every forward pass for the number of CPU threads to use."""
         # transformers 5.24 renames the argument and drops the old name in 5.40
-        self._cache_name = (
-            "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-        )
+        self.cache_name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         self._last_hidden: Tensor | None = None
         self._hook = model.get_output_embeddings().register_forward_pre_hook(self._remember_hidden)
 
@@ -75,7 +73,7 @@ class TreeModel:
         """
         if self.threads is not None and (wanted := self.threads()) != torch.get_num_threads():
             torch.set_num_threads(wanted)
-        kwargs: dict[str, Any] = {self._cache_name: self.cache}
+        kwargs: dict[str, Any] = {self.cache_name: self.cache}
         if positions is not None:
             kwargs["position_ids"] = torch.tensor([list(positions)], device=self.device)
         if visible is not None:
@@ -112,6 +110,11 @@ class TargetModel(TreeModel):
         self._committed = self.cached_tokens
         return self.cached_tokens
 
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` slots, which hold committed tokens, and forget the rest."""
+        self._committed = min(length, self.cache.length)
+        self.cache.set_length(self._committed)
+
     def end(self, ids: Sequence[int]) -> None:
         """Hand the cache to the prefix cache; `ids` are the prompt and the output that was kept."""
         if self.prefix_cache is not None:
@@ -119,22 +122,27 @@ class TargetModel(TreeModel):
             self.prefix_cache.put(ids, self.cache, self.salt)
         self.cache = TreeCache.empty(self.model.config)
 
-    def prefill(self, ids: Sequence[int]) -> None:
-        """Cache one chunk of the prompt."""
-        self.forward(ids, keep=1)
+    def prefill(self, ids: Sequence[int], all_rows: bool = False) -> Tensor:
+        """Cache one chunk of the prompt; return the logits of its last token, or of all. [1 or len(ids), V]"""
+        logits = self.forward(ids, keep=0 if all_rows else 1)
         self._committed = self.cache.length
+        return logits
 
-    def verify(self, tree: CandidateTree, lead: Sequence[int] = ()) -> Tensor:
-        """Run one forward pass over the rest of the prompt and the tree; return the logits of every node. [T, V]"""
+    def verify(self, tree: CandidateTree, lead: Sequence[int] = (), all_rows: bool = False) -> Tensor:
+        """Run one forward pass over the rest of the prompt and the tree; return the logits of every node. [T, V]
+
+        With `all_rows` the logits of the lead come first. [L + T, V]
+        """
         prefix, before, size = self.cache.length, len(lead), len(tree)
+        keep = 0 if all_rows else size
         if tree.is_chain():
-            return self.forward([*lead, *tree.tokens], keep=size)
+            return self.forward([*lead, *tree.tokens], keep=keep)
         total = before + size
         visible = np.ones((total, prefix + total), dtype=np.bool_)
         visible[:, prefix:] = np.tri(total, dtype=np.bool_)
         visible[before:, prefix + before :] = tree.ancestor_mask()
         positions = [*range(prefix, prefix + before), *(prefix + before + d for d in tree.depths())]
-        return self.forward([*lead, *tree.tokens], positions, visible, keep=size)
+        return self.forward([*lead, *tree.tokens], positions, visible, keep=keep)
 
     def commit(self, tree: CandidateTree, path: Sequence[int]) -> None:
         """Keep the accepted root-to-node `path` of the tree that was just verified and forget the rest."""
