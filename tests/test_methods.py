@@ -21,6 +21,7 @@ from ooospec.proposers.samd import CHAIN, MIN_MATCH, SuffixAutomatonDrafts
 from ooospec.runtime import Decoder
 from ooospec.target.draft import DraftModel, DraftProposer
 from ooospec.target.model import TargetModel
+from ooospec.verify import first_largest, top_indices
 from test_proposers import Numbers, begin, commit
 
 MESSAGES = [{"role": "user", "content": "abcabcabc weather in Oslo, abcabc"}]
@@ -197,3 +198,15 @@ def test_registry_refuses_doubles_and_strangers():
         method_named("nothing")
     assert all(method.max_nodes >= 1 for method in METHODS.values())
     assert method_named("ar").build(Setup()) == []
+
+
+@given(st.integers(1, 5), st.sampled_from([40, 128 * 17, 128 * 40, 128 * 40 + 1]), st.integers(0, 1000))
+def test_top_indices_equal_topk(rows, size, seed):
+    logits = torch.rand(rows, size, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(top_indices(logits, 8), logits.topk(8).indices)
+
+
+@given(st.integers(1, 4), st.sampled_from([128 * 3, 128 * 40, 300]), st.integers(0, 1000), st.integers(2, 1000))
+def test_first_largest_equals_argmax_with_many_ties(rows, size, seed, levels):
+    logits = torch.randint(0, levels, (rows, size), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    assert torch.equal(first_largest(logits), logits.argmax(-1))

@@ -294,7 +294,7 @@ def test_placement_respects_the_cpus_this_process_may_use():
     try:
         os.sched_setaffinity(0, {min(allowed)})
         assert usable_cores() == 1
-        assert Placement.shared() == Placement(1, 1, 1)
+        assert Placement.shared() == Placement(0, 1, 1)
     finally:
         os.sched_setaffinity(0, allowed)
 

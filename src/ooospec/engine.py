@@ -15,7 +15,7 @@ from ooospec.errors import ContextLengthError
 from ooospec.stopping import Limits
 from ooospec.target.model import TargetModel
 from ooospec.tree import Cost, build_tree
-from ooospec.verify import Chooser, accept
+from ooospec.verify import Chooser, accept, top_indices
 
 TOP_SUCCESSORS = 8
 
@@ -113,7 +113,7 @@ def decode(
 
 
 def _top(tokens: Sequence[int], logits: Tensor) -> TopTokens:
-    return TopTokens(tokens, logits.topk(TOP_SUCCESSORS).indices.cpu().numpy())
+    return TopTokens(tokens, top_indices(logits, TOP_SUCCESSORS).cpu().numpy())
 
 
 def _joined(parts: Sequence[TopTokens]) -> TopTokens:

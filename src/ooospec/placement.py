@@ -24,11 +24,16 @@ def usable_cores() -> int:
     return min(counts)
 
 
+FEW_CORES = 4
+"""With fewer cores than this, target and sidecar take turns instead of sharing them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """CPU threads: the target's while the sidecar works and when it does not, and the sidecar's."""
 
     target_busy: int
+    """0 = the target waits its turn while the sidecar works (for `Decoder.turn_s` at most)."""
     target_idle: int
     sidecar: int
     target_cores: tuple[int, ...] = ()
@@ -48,8 +53,10 @@ class Placement:
 
     @classmethod
     def shared(cls, cores: int | None = None) -> Placement:
-        """Everything on one device: the sidecar borrows cores while its wave runs."""
+        """Everything on one device: the sidecar borrows a quarter of the cores while its wave runs, or all of few."""
         cores = cores or usable_cores()
+        if cores < FEW_CORES:
+            return cls(0, cores, cores)
         sidecar = max(1, cores // 4)
         return cls(max(1, cores - sidecar), cores, sidecar)
 

@@ -37,6 +37,8 @@ from ooospec.target.stock import stock_decode
 from ooospec.verify import Chooser, Greedy, Sampler
 
 READY_TIMEOUT_S = 120.0
+TURN_S = 1.5
+"""Longest time that a target which shares its cores waits for the sidecar's wave."""
 CHUNK_BUSY, CHUNK_IDLE = 64, 512
 """Prompt tokens per prefill pass while the sidecar works, and when it does not."""
 
@@ -110,7 +112,8 @@ class Decoder:
         return loaded
 
     def _reach(self, sidecar: str, adapter: str | None, dtype: str, progress: Progress) -> SidecarClient:
-        if "://" in sidecar:
+        if "://" in sidecar:  # on other cores than the target's
+            self.placement = replace(self.placement, target_busy=self.placement.target_idle)
             return SidecarClient(address=sidecar)
         path = resolve_model(sidecar, progress)
         place = self.placement
@@ -144,10 +147,18 @@ class Decoder:
 
     def _threads(self) -> int:
         mailbox = self._mailbox
-        if mailbox is None:
+        if mailbox is None or not self.placement.target_busy:
             return self.placement.target_idle
         mailbox.poll()
         return self.placement.target_busy if mailbox.working else self.placement.target_idle
+
+    def _take_turns(self, mailbox: Mailbox | None) -> None:
+        """On cores that target and sidecar share by turns, let the sidecar finish first, then stop it."""
+        if mailbox is None or self.placement.target_busy or self.loaded.device != "cpu":
+            return
+        if mailbox.responsive:
+            mailbox.wait(TURN_S)
+        mailbox.stop()
 
     def _prefill_chunk(self) -> int:
         """On a CPU, choose small chunks while the sidecar works, to take its cores back soon after it ends."""
@@ -200,7 +211,9 @@ class Decoder:
         for model, cache in zip(self._models(), self._warm[1], strict=True):
             model.prefix_cache = cache
         if self._client is not None and method_named(options.get("method", "ooo")).hints and rendered[1].tools:
-            self._client.submit(rendered[1].tools, [("user", "Hello.")]).wait(READY_TIMEOUT_S)
+            mailbox = self._client.submit(rendered[1].tools, [("user", "Hello.")])
+            mailbox.wait(READY_TIMEOUT_S)
+            mailbox.close()
 
     @property
     def sidecar_name(self) -> str:
@@ -298,6 +311,7 @@ class _Request:
         key = f"{decoder.loaded.name}/{conversation.style_key}"
         context = DecodeContext(decoder.loaded.codec, prompt_ids, self.output, conversation.tools, key)
         decoder._mailbox = self.mailbox
+        decoder._take_turns(self.mailbox)
         try:
             for commit in self._commits(context):
                 self.total_ms = (time.perf_counter() - self.clock) * 1e3

@@ -6,11 +6,11 @@ import json
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 
 from ooospec.bench import charts
 from ooospec.bench.rows import Results, Row, Run
@@ -42,7 +42,12 @@ def write_report(folder: Path, title: str) -> list[Path]:
         "report.md": _markdown(title, tables, runs),
         "report.html": _html(title, tables, runs, rows),
         "summary.json": json.dumps(
-            [{**condition._asdict(), **asdict(s)} for condition, summaries in tables for s in summaries], indent=1
+            [
+                {**condition._asdict(), **msgspec.to_builtins(s, str_keys=True)}
+                for condition, summaries in tables
+                for s in summaries
+            ],
+            indent=1,
         ),
     }
     for name, text in files.items():

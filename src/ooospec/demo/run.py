@@ -38,7 +38,7 @@ def conditions(decoder: Decoder, prefix: str) -> str:
     sidecar = decoder.sidecar_name or "none"
     threads = f", threads: target {place.target_idle}"
     if decoder.sidecar_name:
-        threads += f" ({place.target_busy} while the sidecar works), sidecar {place.sidecar}"
+        threads += f" ({place.target_busy or 'waits'} while the sidecar works), sidecar {place.sidecar}"
     return (
         f"target {loaded.name}, sidecar {sidecar}, {loaded.dtype}, {loaded.device}"
         f"{threads if loaded.device == 'cpu' else ''}; greedy, batch one, {prefix} prefix; clock from request arrival"

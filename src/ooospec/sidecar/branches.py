@@ -13,9 +13,9 @@ from ooospec.chat.codec import TextCodec
 from ooospec.sidecar.prompt import slot_question
 from ooospec.sidecar.protocol import ToolSlot
 
-MAX_ANSWER_TOKENS = 48
+MAX_ANSWER_TOKENS = 40
 MAX_CHOICES = 24
-MIN_CHANCE = math.log(0.02)
+MIN_CHANCE = math.log(0.04)
 """An answer this unlikely is cut short: its beginning may still be right, its end hardly."""
 _STRING_END = re.compile(r'(?<!\\)(?:\\\\)*"')
 _NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")

@@ -49,7 +49,7 @@ class Mailbox:
     def __init__(self, client: SidecarClient, request: int, tools: tuple[Tool, ...]) -> None:
         self._client, self.request, self.tools = client, request, tools
         self.hint = Hint()
-        self.submitted = time.perf_counter()
+        self.submitted, self.submitted_at = time.perf_counter(), time.monotonic()
         self.ready_ms: float | None = None
         """When the function choice arrived, from submission."""
         self.complete_ms: float | None = None
@@ -61,12 +61,21 @@ class Mailbox:
         return self.hint
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the wave is over, outside any clock, and close."""
+        """Wait until the wave is over."""
         end = time.monotonic() + timeout_s
         while self.working and time.monotonic() < end:
             self.poll()
-            time.sleep(0.005)
-        self.close()
+            time.sleep(0.001)
+
+    @property
+    def responsive(self) -> bool:
+        """Tell whether the sidecar has answered everything but this request."""
+        return not self.hint.failed and self._client.answered_all_but(self)
+
+    def stop(self) -> None:
+        """End the wave if it still runs; what has come stays."""
+        if self.working:
+            self._client.cancel(self)
 
     @property
     def working(self) -> bool:
@@ -234,10 +243,19 @@ class SidecarClient:
             self._address = self._process.address
             self._connect()
 
+    def answered_all_but(self, mailbox: Mailbox) -> bool:
+        """Tell whether nothing older than this request waits for an answer."""
+        since = self._unanswered_since
+        return since is None or since >= mailbox.submitted_at
+
+    def cancel(self, mailbox: Mailbox) -> None:
+        """Stop a wave; what has come of it stays."""
+        self._send(Cancel(mailbox.request))
+
     def release(self, mailbox: Mailbox) -> None:
         """Forget a request; a wave that still runs is cancelled."""
         if not mailbox.hint.complete and not mailbox.hint.failed:
-            self._send(Cancel(mailbox.request))
+            self.cancel(mailbox)
         self._mailboxes.pop(mailbox.request, None)
 
     def _disconnect(self) -> None:

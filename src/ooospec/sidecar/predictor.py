@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ooospec.chat.codec import TextCodec
 from ooospec.sidecar.branches import Branch, Trie
+from ooospec.sidecar.copying import CopyIndex
 from ooospec.sidecar.prompt import QUESTION_HEAD, chat_messages
 from ooospec.sidecar.protocol import Function, SlotValue, Submit
 from ooospec.target.loading import LoadedModel
@@ -32,8 +32,12 @@ SINK_TOKENS = 2
 """The first tokens have activations hundreds of times larger than the rest; a pass of their own keeps them from
 setting the scale that dynamic quantization uses for a whole chunk."""
 TOP_FUNCTIONS = 3
+STEP_ROWS = 8
+"""Rows of a step that copied drafts may fill: up to here a row costs next to nothing on a CPU."""
 FUNCTION_TEMPERATURE = 2.0
 """Zero-shot scores of tool names are over-confident; flattened, more tools keep their slots in the wave."""
+_PIECE = re.compile(r'[^"\[\]{},:\s][^"\[\]{},]{2,}')
+"""Runs of three or more characters between the punctuation of JSON."""
 _NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
 
 
@@ -63,18 +67,21 @@ class _Pass:
 class WavePredictor:
     """Answers all questions about a request with a causal LM."""
 
-    def __init__(self, loaded: LoadedModel, max_first_nodes: int = 192, min_tool_chance: float = 0.05) -> None:
+    def __init__(self, loaded: LoadedModel, max_first_nodes: int = 64, min_tool_chance: float = 0.05) -> None:
         self.loaded, self.codec = loaded, loaded.codec
         self.max_first_nodes, self.min_tool_chance = max_first_nodes, min_tool_chance
         self.model = TargetModel(loaded.model, PrefixCache(1 << 29))
         self.stats = WaveStats()
-        self._numeric = _numeric_tokens(self.codec).to(loaded.model.device)
+        self._texts = self.codec.token_texts()
+        self._numeric = _numeric_tokens(self._texts).to(loaded.model.device)
+        self._copies = CopyIndex([], self._texts)
 
     def wave(self, request: Submit) -> Iterator[Function | SlotValue | None]:
         """Yield answers as they become known, and None between forward passes so that the caller can look up."""
         start = time.perf_counter()
         stats = self.stats = WaveStats()
         prefix = self._prefix_ids(request)
+        self._copies = CopyIndex(prefix, self._texts)
         if request.fresh and self.model.prefix_cache is not None:
             self.model.prefix_cache.clear()
         stats.cached_tokens = self.model.begin(prefix)
@@ -170,6 +177,9 @@ class WavePredictor:
         while decoding:
             still = []
             for branch in decoding:
+                if not branch.spec.required and not may_be_mentioned(self.codec.decode(branch.answer), dialogue):
+                    yield SlotValue(request.request, branch.tool, branch.slot, _percent(branch.chance), None, False)
+                    continue
                 done, value = branch.finish(self.codec)
                 if not done:
                     still.append(branch)
@@ -178,8 +188,7 @@ class WavePredictor:
             decoding = still
             if decoding:
                 yield None
-                for branch, row in zip(decoding, self._step(decoding, first.base), strict=True):
-                    self._take(branch, row)
+                self._step(decoding, first.base)
 
     def _choose(self, request: Submit, branch: Branch, first: _Pass, dialogue: str) -> SlotValue:
         chances = _softmax([first.log_chance(nodes) if nodes else -math.inf for nodes in branch.options])
@@ -200,21 +209,37 @@ class WavePredictor:
         branch.answer.append(token)
         branch.log_chance += float(row[token])
 
-    def _step(self, branches: list[Branch], base: int) -> Tensor:
-        """Advance all branches by their newest token; log-probabilities of the next. [B, V]"""
-        start, size = self.model.cache.length, len(branches)
+    def _step(self, branches: list[Branch], base: int) -> None:
+        """Advance every branch by its newest token and by as much of a copied draft as the model agrees with."""
+        spare = max(0, STEP_ROWS - len(branches)) // len(branches)
+        chains = [[b.answer[-1], *self._copies.continuation(b.answer, spare)] for b in branches]
+        start, size = self.model.cache.length, sum(map(len, chains))
         visible = np.zeros((size, start + size), dtype=np.bool_)
         visible[:, :base] = True
-        for row, branch in enumerate(branches):
-            branch.seen.append(start + row)
-            visible[row, branch.seen] = True
-        logits = self.model.forward(
-            [b.answer[-1] for b in branches], [b.position for b in branches], visible, keep=size
-        )
-        for branch in branches:
-            branch.position += 1
+        positions: list[int] = []
+        row = 0
+        for branch, chain in zip(branches, chains, strict=True):
+            visible[row : row + len(chain), branch.seen] = True
+            block = slice(row, row + len(chain))
+            visible[block, start + row : start + row + len(chain)] = np.tri(len(chain), dtype=np.bool_)
+            positions += range(branch.position, branch.position + len(chain))
+            row += len(chain)
+        logits = self.model.forward([token for chain in chains for token in chain], positions, visible, keep=size)
+        chances, row = torch.log_softmax(logits.float(), -1), 0
+        for branch, chain in zip(branches, chains, strict=True):
+            self._follow(branch, chain, start + row, chances[row : row + len(chain)])
+            row += len(chain)
         self.stats.steps += 1
-        return torch.log_softmax(logits.float(), -1)
+
+    def _follow(self, branch: Branch, chain: list[int], slot: int, rows: Tensor) -> None:
+        """Take the model's own tokens as long as they are the chain's. `rows` [len(chain), V]"""
+        for index in range(len(chain)):
+            branch.seen.append(slot + index)
+            branch.position += 1
+            self._take(branch, rows[index])
+            agrees = index + 1 < len(chain) and branch.answer[-1] == chain[index + 1]
+            if not agrees or branch.finish(self.codec)[0]:
+                return
 
 
 def _slot_value(request: Submit, branch: Branch, value: Any, chance: float, dialogue: str) -> SlotValue:
@@ -236,6 +261,11 @@ def is_mentioned(value: Any, dialogue: str) -> bool:
     return bool(text) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", dialogue, re.IGNORECASE) is not None
 
 
+def may_be_mentioned(partial: str, dialogue: str) -> bool:
+    """Tell whether the pieces of an unfinished answer all stand in the dialogue, so that the whole still may."""
+    return all(piece.lower() in dialogue.lower() for piece in _PIECE.findall(partial))
+
+
 def _percent(chance: float) -> int:
     return max(1, min(99, round(chance * 100)))
 
@@ -246,7 +276,6 @@ def _softmax(values: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _numeric_tokens(codec: TextCodec) -> Tensor:
+def _numeric_tokens(texts: Sequence[str]) -> Tensor:
     """Mark the ids that can begin a number. [V]"""
-    texts = codec.token_texts()
     return torch.tensor([bool(_NUMERIC.fullmatch(text)) or text.strip() == "-" for text in texts], dtype=torch.bool)
