@@ -295,7 +295,7 @@ def test_large_inventories_ask_for_the_function_first(tiny):
 def test_a_branch_equals_asking_alone(tiny):
     """The packed pass gives every question the same next token as a plain forward pass over its own text."""
     predictor = WavePredictor(tiny)
-    prefix = predictor._prefix_ids(REQUEST)
+    prefix = predictor._prefix_ids(REQUEST.tools, REQUEST.dialogue)
     predictor.model.begin(prefix)
     predictor.model.prefill(prefix[:-1])
     trie, names, branches = predictor._plant(REQUEST, prefix[-1], (0, 1))
@@ -345,3 +345,44 @@ def test_payload_is_small():
     messages = [Function(7, (0, 1), (93, 5)), SlotValue(7, 0, 1, 88, "Reykjavik"), SlotValue(7, 0, 2, 90, 3)]
     assert sum(len(protocol.encoder.encode(m)) for m in messages) < 50
     assert json.dumps("x")
+
+
+LONG = "please repeat abc abc abc abcabc Reykjavik harbour Reykjavik harbour 1234512345 " * 3
+
+
+def test_copying_inside_the_wave_changes_no_answer(tiny, monkeypatch):
+    """Copied drafts are checked by the sidecar's own pass: fewer steps or as many, the same answers."""
+    tools = REQUEST.tools
+    request = Submit(7, tools, (Turn("user", LONG),))
+    found, steps = [], []
+    for rows in (1, 64):
+        monkeypatch.setattr("ooospec.sidecar.predictor.STEP_ROWS", rows)
+        predictor = WavePredictor(tiny)
+        found.append([answer for answer in predictor.wave(request) if answer is not None])
+        steps.append(predictor.stats.steps)
+    key = repr
+    assert sorted(found[0], key=key) == sorted(found[1], key=key)
+    assert steps[1] <= steps[0]
+
+
+def test_copy_index_continues_the_last_match():
+    from ooospec.sidecar.copying import CopyIndex
+
+    texts = ["a", " Oslo", "Oslo", " harbour", " today", '"', " in"]
+    index = CopyIndex([0, 1, 3, 6, 1, 4], texts)
+    assert index.continuation([5, 2], 2) == [4]  # a space more or less does not matter; the last place counts
+    assert index.continuation([2, 3], 2) == [6, 1]
+    assert index.continuation([0], 3) == []  # too short to start a copy
+    assert index.continuation([2], 0) == index.continuation([], 3) == []
+
+
+def test_function_choice_takes_off_what_a_name_scores_without_a_request(tiny_llama, monkeypatch):
+    predictor = WavePredictor(tiny_llama)
+    asked = []
+    real = predictor._pass
+    monkeypatch.setattr(predictor, "_pass", lambda *a: asked.append(len(a[0].tokens)) or real(*a))
+    first = [a for a in predictor.wave(REQUEST) if isinstance(a, Function)]
+    passes = len(asked)
+    again = [a for a in predictor.wave(REQUEST) if isinstance(a, Function)]
+    assert first == again
+    assert len(asked) - passes == passes - 1  # the prior of a tool list is asked for once

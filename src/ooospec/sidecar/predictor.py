@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ooospec.sidecar.branches import Branch, Trie
 from ooospec.sidecar.copying import CopyIndex
-from ooospec.sidecar.prompt import QUESTION_HEAD, chat_messages
-from ooospec.sidecar.protocol import Function, SlotValue, Submit
+from ooospec.sidecar.prompt import FUNCTION_QUESTION, NEUTRAL_DIALOGUE, chat_messages
+from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSignature, Turn, encoder
 from ooospec.target.loading import LoadedModel
 from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache
@@ -34,8 +34,10 @@ setting the scale that dynamic quantization uses for a whole chunk."""
 TOP_FUNCTIONS = 3
 STEP_ROWS = 8
 """Rows of a step that copied drafts may fill: up to here a row costs next to nothing on a CPU."""
-FUNCTION_TEMPERATURE = 2.0
-"""Zero-shot scores of tool names are over-confident; flattened, more tools keep their slots in the wave."""
+PRIOR_WEIGHT = 0.5
+"""Share of a tool name's log-probability without any request that is taken off its score: zero-shot models favour
+tools that are listed first and short names (domain-conditional PMI, arXiv 2104.08315, at half weight)."""
+PRIORS_KEPT = 256
 _PIECE = re.compile(r'[^"\[\]{},:\s][^"\[\]{},]{2,}')
 """Runs of three or more characters between the punctuation of JSON."""
 _NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
@@ -75,39 +77,68 @@ class WavePredictor:
         self._texts = self.codec.token_texts()
         self._numeric = _numeric_tokens(self._texts).to(loaded.model.device)
         self._copies = CopyIndex([], self._texts)
+        self._priors: dict[bytes, list[float]] = {}
 
     def wave(self, request: Submit) -> Iterator[Function | SlotValue | None]:
         """Yield answers as they become known, and None between forward passes so that the caller can look up."""
         start = time.perf_counter()
         stats = self.stats = WaveStats()
-        prefix = self._prefix_ids(request)
-        self._copies = CopyIndex(prefix, self._texts)
         if request.fresh and self.model.prefix_cache is not None:
             self.model.prefix_cache.clear()
+        prior = self._prior(request)
+        yield None
+        prefix = self._prefix_ids(request.tools, request.dialogue)
+        self._copies = CopyIndex(prefix, self._texts)
         stats.cached_tokens = self.model.begin(prefix)
         try:
             lead = prefix[stats.cached_tokens : -1]
             while lead:
-                chunk = PREFILL_CHUNK if self.model.cache.length else SINK_TOKENS
-                self.model.prefill(lead[:chunk])
-                lead = lead[chunk:]
+                lead = self._prefill(lead, PREFILL_CHUNK)
                 yield None
             stats.prefill_ms = (time.perf_counter() - start) * 1e3
-            yield from self._ask(request, prefix[-1])
+            yield from self._ask(request, prefix[-1], prior)
         finally:
             self.model.end(prefix)
             stats.wave_ms = (time.perf_counter() - start) * 1e3
+
+    def _prefill(self, lead: list[int], limit: int = 1 << 30) -> list[int]:
+        """Cache about `limit` tokens of `lead`; return the rest."""
+        start = 0
+        while start < min(limit, len(lead)):
+            chunk = PREFILL_CHUNK if self.model.cache.length else SINK_TOKENS
+            self.model.prefill(lead[start : start + chunk])
+            start += chunk
+        return lead[start:]
 
     def timings(self) -> tuple[int, int, int]:
         """Return (prefill_ms, wave_ms, steps) of the last wave."""
         return round(self.stats.prefill_ms), round(self.stats.wave_ms), self.stats.steps
 
-    def _prefix_ids(self, request: Submit) -> list[int]:
-        messages = chat_messages(request.tools, request.dialogue)
+    def _prefix_ids(self, tools: tuple[ToolSignature, ...], dialogue: tuple[Turn, ...]) -> list[int]:
+        messages = chat_messages(tools, dialogue)
         text = self.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self.codec.encode(str(text))
 
-    def _ask(self, request: Submit, root: int) -> Iterator[Function | SlotValue | None]:
+    def _prior(self, request: Submit) -> list[float]:
+        """Return the log-probability of each tool's name when nothing is asked for; kept per list of tools."""
+        if len(request.tools) < 2:
+            return [0.0] * len(request.tools)
+        key = encoder.encode(request.tools)  # choices may hold lists, so the tools themselves have no hash
+        if key in self._priors and not request.fresh:
+            return self._priors[key]
+        prefix = self._prefix_ids(request.tools, NEUTRAL_DIALOGUE)
+        lead = prefix[self.model.begin(prefix) : -1]
+        self._prefill(lead)
+        trie, names, _ = self._plant(request, prefix[-1], ())
+        first = self._pass(trie, names, [])
+        self.model.cache.set_length(first.base)
+        self.model.end(prefix)
+        if len(self._priors) >= PRIORS_KEPT:
+            self._priors.pop(next(iter(self._priors)))
+        self._priors[key] = [first.log_chance(nodes) for nodes in names]
+        return self._priors[key]
+
+    def _ask(self, request: Submit, root: int, prior: Sequence[float]) -> Iterator[Function | SlotValue | None]:
         if not request.tools:
             return
         everything = range(len(request.tools))
@@ -115,7 +146,7 @@ class WavePredictor:
         if len(trie.tokens) > self.max_first_nodes:  # too many questions for one pass: the function alone first
             trie, names, branches = self._plant(request, root, ())
         first = self._pass(trie, names, branches)
-        chances = _softmax([first.log_chance(nodes) / FUNCTION_TEMPERATURE for nodes in names])
+        chances = _softmax([first.log_chance(n) - PRIOR_WEIGHT * p for n, p in zip(names, prior, strict=True)])
         ranked = sorted(everything, key=lambda tool: -chances[tool])
         best = ranked[:TOP_FUNCTIONS]
         yield Function(request.request, tuple(best), tuple(_percent(chances[tool]) for tool in best))
@@ -131,7 +162,7 @@ class WavePredictor:
     def _plant(self, request: Submit, root: int, tools: Sequence[int]) -> tuple[Trie, list[list[int]], list[Branch]]:
         """Put the function question and the slot questions of `tools` into one trie."""
         trie = Trie([root])
-        names = [trie.add(self.codec.encode(f'{QUESTION_HEAD}{tool.name}", "')) for tool in request.tools]
+        names = [trie.add(self.codec.encode(f'{FUNCTION_QUESTION}{tool.name}"')) for tool in request.tools]
         branches = [
             Branch.plant(trie, self.codec, (tool, request.tools[tool].name), (index, slot))
             for tool in tools

@@ -1,7 +1,7 @@
 """What the sidecar reads and is asked: compact tool signatures, the dialogue, and one question a slot.
 
 Every question is the beginning of a call that the model would go on with, so an instruct model answers it zero-shot:
-`{"name": "` for the function, `{"name": "T", "arguments": {"S":` for slot S of tool T.
+`To do this, I call the function "` for the function, `{"name": "T", "arguments": {"S":` for slot S of tool T.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from ooospec.sidecar.protocol import ToolSignature, ToolSlot, Turn
 
 MAX_DESCRIPTION = 160
 INTRODUCTION = "Answer with one function call as JSON. Functions:\n"
+FUNCTION_QUESTION = 'To do this, I call the function "'
+NEUTRAL_DIALOGUE = (Turn("user", "Hello."),)
+"""A dialogue that asks for nothing: shows which names the model prefers whatever is asked."""
 QUESTION_HEAD = '{"name": "'
 
 
