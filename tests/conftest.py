@@ -74,6 +74,16 @@ def tiny_llama() -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
+def folder_of_tiny(tmp_path_factory):
+    """A tiny model saved as transformers saves models."""
+    path = tmp_path_factory.mktemp("model")
+    loaded = load_tiny("llama")
+    loaded.model.save_pretrained(path)
+    loaded.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def codec() -> TextCodec:
     tokenizer = byte_tokenizer()
     return TextCodec(tokenizer, [tokenizer.token_to_id("<|eos|>"), tokenizer.token_to_id("<|end|>")])

@@ -9,19 +9,15 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from conftest import SEARCH, WEATHER, load_tiny
+from conftest import SEARCH, WEATHER
 from ooospec.cli import app
 
 BASE = ["generate", "--message", "hi", "--sidecar", "none", "--dtype", "float32"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    loaded = load_tiny("llama")
-    loaded.model.save_pretrained(path)
-    loaded.tokenizer.save_pretrained(path)
-    return path
+@pytest.fixture
+def folder(folder_of_tiny):
+    return folder_of_tiny
 
 
 @pytest.fixture

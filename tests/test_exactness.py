@@ -282,7 +282,7 @@ def test_prefix_cache_is_bounded(tiny_llama):
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_prefill_chunks_change_nothing(tiny, chunk):
-    assert run(tiny, [], prefill_chunk=lambda: chunk)[0] == stock(tiny)
+    assert run(tiny, [], next_chunk=lambda left: chunk if left > chunk else 0)[0] == stock(tiny)
 
 
 # ---------------------------------------------------------------- sampling

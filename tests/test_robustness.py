@@ -52,7 +52,7 @@ def test_an_interrupted_pass_does_not_poison_the_prefix_cache(tiny_llama, broken
     target = Failing(tiny_llama.model, cache)
     target.broken_at = broken_at
     with pytest.raises(KeyboardInterrupt):
-        run(tiny_llama, [], target=target, prefill_chunk=lambda: 10)
+        run(tiny_llama, [], target=target, next_chunk=lambda left: 10 if left > 10 else 0)
     again = TargetModel(tiny_llama.model, cache)
     assert run(tiny_llama, [], target=again)[0] == stock(tiny_llama)
     assert again.cached_tokens >= len(PROMPT) - 11

@@ -235,6 +235,7 @@ def bench(
     def load(target: str, place: str) -> Any:
         wanted = any(METHODS[name].hints for name in settings.methods)
         options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": place}
+        options["budget"] = "measured" if "measured" in settings.budget else "fixed"
         return _decoder(target, sidecar if wanted else "none", draft=draft, draft_optional=every, **options)
 
     folder = run_bench(load, settings, out, skip_missing=every)

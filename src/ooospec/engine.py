@@ -38,15 +38,15 @@ def decode(
     budget: Budget,
     *,
     calibrator: Calibrator | None = None,
-    prefill_chunk: Callable[[], int] = lambda: 512,
+    next_chunk: Callable[[int], int] = lambda left: 512 if left > 512 else 0,
     salt: str = "",
     clock: float | None = None,
 ) -> Iterator[Commit]:
     """Decode one request, a commit a round. `output` is `context.output_ids`, which this loop alone appends to.
 
     The first round's tree hangs on the last prompt token and shares its forward pass with the last chunk of the
-    prompt, so a hint that is there by then saves even that token. `prefill_chunk` is asked before every chunk. `clock`
-    is `time.perf_counter()` at arrival.
+    prompt, so a hint that is there by then saves even that token. `next_chunk` is asked how many of the tokens left to
+    prefill at once; 0 = the rest goes with the tree. `clock` is `time.perf_counter()` at arrival.
     Raises ContextLengthError when the prompt leaves no room for an answer.
     """
     clock = time.perf_counter() if clock is None else clock
@@ -60,7 +60,7 @@ def decode(
         proposer.begin(context)
     try:
         read = []
-        while len(lead) > (chunk := prefill_chunk()):
+        while chunk := next_chunk(len(lead)):
             rows = target.prefill(lead[:chunk], all_rows=wants_prompt_top)
             read += [_top(lead[:chunk], rows)] if wants_prompt_top else []
             lead = lead[chunk:]

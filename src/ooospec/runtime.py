@@ -40,7 +40,9 @@ READY_TIMEOUT_S = 120.0
 TURN_S = 1.5
 """Longest time that a target which shares its cores waits for the sidecar's wave."""
 CHUNK_BUSY, CHUNK_IDLE = 64, 512
-"""Prompt tokens per prefill pass while the sidecar works, and when it does not."""
+"""Prompt tokens per prefill pass while the sidecar works on cores that the target will take back, and otherwise."""
+LAST_CHUNK = 8
+"""Prompt tokens left for the pass of the first tree while a hint is expected, so that it can still come in time."""
 
 
 class Decoder:
@@ -160,10 +162,12 @@ class Decoder:
             mailbox.wait(TURN_S)
         mailbox.stop()
 
-    def _prefill_chunk(self) -> int:
-        """On a CPU, choose small chunks while the sidecar works, to take its cores back soon after it ends."""
-        busy = self.loaded.device == "cpu" and self._threads() < self.placement.target_idle
-        return CHUNK_BUSY if busy else CHUNK_IDLE
+    def _next_chunk(self, left: int) -> int:
+        """Say how many of the prompt tokens left to prefill before the next look into the mailbox."""
+        if self._mailbox is None or not self._mailbox.working or left <= CHUNK_BUSY:
+            return CHUNK_IDLE if left > CHUNK_IDLE else 0
+        takes_back = self.loaded.device == "cpu" and self._threads() < self.placement.target_idle
+        return min(CHUNK_BUSY if takes_back else CHUNK_IDLE, left - LAST_CHUNK)
 
     # ------------------------------------------------------------------ requests
 
@@ -332,7 +336,7 @@ class _Request:
         sources = self.method.build(Setup(self.memory, self._poll, draft))
         return decode(
             decoder.target, context, self.output, sources, self.chooser, self.limits, self.budget,
-            calibrator=self.memory.part(Calibrator), prefill_chunk=decoder._prefill_chunk, salt=self.salt,
+            calibrator=self.memory.part(Calibrator), next_chunk=decoder._next_chunk, salt=self.salt,
             clock=self.clock,
         )  # fmt: skip
 

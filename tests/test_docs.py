@@ -1,0 +1,62 @@
+"""The documentation's code runs as it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from conftest import WEATHER
+from ooospec import methods
+from ooospec.cli import app
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture
+def registry():
+    before = dict(methods.METHODS)
+    yield
+    methods.METHODS.clear()
+    methods.METHODS.update(before)
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+def test_write_a_proposer(registry, tiny_llama, capsys):
+    proposer, check = blocks("write_a_proposer.md", "python")
+    scope = {"TARGET": tiny_llama}
+    exec(compile(proposer, "my_method.py", "exec"), scope)
+    exec(compile(check, "check.py", "exec"), scope)
+    assert "tokens per round" in capsys.readouterr().out
+    assert len([line for line in proposer.splitlines() if line.strip()]) <= 30
+
+
+def test_benchmark_of_a_plugin(registry, folder_of_tiny, tmp_path, monkeypatch):
+    """The page's command, with a tiny target in the place of the default one."""
+    plugin = tmp_path / "my_method.py"
+    plugin.write_text(blocks("write_a_proposer.md", "python")[0])
+    bfcl = tmp_path / "data" / "bfcl"
+    bfcl.mkdir(parents=True)
+    row = {
+        "id": "simple_python_0",
+        "question": [[{"role": "user", "content": "Hi"}]],
+        "function": [WEATHER["function"]],
+    }
+    (bfcl / "BFCL_v4_simple_python.json").write_text(json.dumps(row))
+    (bench, report) = blocks("write_a_proposer.md", "sh")[0].strip().splitlines()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", bench.split())
+    extra = ["--suite", "all", "--targets", str(folder_of_tiny), "--dtype", "float32", "--benchmarks", "bfcl",
+             "--budget", "fixed", "--max-new-tokens", "8", "--sidecar", "none"]  # fmt: skip
+    result = CliRunner().invoke(app, [*bench.replace("DATA", "data").split()[1:], *extra])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, report.split()[1:])
+    assert result.exit_code == 0, result.output
+    assert "Last Follower" in Path("results/report.md").read_text("utf-8")
