@@ -66,10 +66,10 @@ def accuracy(loaded: LoadedModel, requests: list[BenchRequest]) -> str:
         gold = request.gold[0]
         name, values = answers(predictor, request)
         waves.append(predictor.stats.wave_ms)
-        functions += name == gold["name"]
-        for key, value in gold["parameters"].items():
+        functions += name == gold.name
+        for key, (value,) in gold.arguments.items():
             slots += 1
-            right += values.get((gold["name"], key)) == str(value)
+            right += values.get((gold.name, key)) == str(value)
     return (
         f"function {functions}/{len(requests)}, slots {right}/{slots} = {100 * right / slots:.0f} %, "
         f"wave {statistics.mean(waves):.0f} ms in the mean, cold"

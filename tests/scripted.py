@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from ooospec.core import DecodeContext
-from ooospec.engine import Budget, decode
+from ooospec.engine import decode
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
+from ooospec.planner import Budget
 from ooospec.stopping import Limits
 from ooospec.verify import Greedy
 

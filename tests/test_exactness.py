@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ooospec.core import DecodeContext, Draft
-from ooospec.engine import Budget, decode
+from ooospec.engine import decode
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
+from ooospec.planner import Budget
 from ooospec.stopping import Limits
 from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache

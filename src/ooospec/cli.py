@@ -161,7 +161,7 @@ def verify(
     dtype: Dtype = "bfloat16",
     device: Device = None,
     placement: PlacementName = "shared",
-    benchmark: Annotated[str, typer.Option(help="examples, api_bank or bfcl.")] = "examples",
+    benchmark: Annotated[str, typer.Option(help="examples, api_bank, toolalpaca or bfcl.")] = "examples",
     data: Annotated[Path | None, typer.Option(help="Folder with the benchmark's data.")] = None,
     limit: Annotated[int, typer.Option(min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Chooses and orders the requests.")] = 0,

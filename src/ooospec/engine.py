@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -12,20 +12,12 @@ from torch import Tensor
 from ooospec.calibration import Calibrator
 from ooospec.core import BONUS, Commit, DecodeContext, Proposer, TopTokens
 from ooospec.errors import ContextLengthError
+from ooospec.planner import Budget, Planner
 from ooospec.stopping import Limits
 from ooospec.target.model import TargetModel
-from ooospec.tree import Cost, build_tree
 from ooospec.verify import Chooser, accept, top_indices
 
 TOP_SUCCESSORS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How large a candidate tree may be: `max_nodes` with the root; with `cost`, only what pays by measured time."""
-
-    max_nodes: int = 64
-    cost: Cost | None = None
 
 
 def decode(
@@ -56,6 +48,7 @@ def decode(
     wants_top, wants_prompt_top = (
         any(getattr(proposer, wish, False) for proposer in proposers) for wish in ("wants_top", "wants_prompt_top")
     )
+    planner = Planner(budget, calibrator, target.vocabulary)
     for proposer in proposers:
         proposer.begin(context)
     try:
@@ -68,10 +61,7 @@ def decode(
             start = time.perf_counter()
             room = limits.max_new_tokens - len(output) - 1
             drafts = [draft for proposer in proposers for draft in proposer.propose()]
-            rate = calibrator.rate if calibrator is not None else None
-            if calibrator is not None:
-                drafts = [calibrator.calibrate(draft) for draft in drafts]
-            tree = build_tree(root, drafts, budget.max_nodes, budget.cost, room, target.vocabulary, rate)
+            tree = planner.plan(root, drafts, room, len(lead))
             proposed = time.perf_counter()
             rows = target.verify(tree, lead, all_rows=wants_prompt_top and number == 0)
             logits = rows[-len(tree) :]
@@ -100,10 +90,7 @@ def decode(
             )
             for proposer in proposers:
                 proposer.observe(commit)
-            if calibrator is not None:
-                calibrator.observe(drafts, commit.tokens)
-                if budget.cost is not None:
-                    calibrator.observe_cost(len(commit.tokens), budget.cost(len(tree)))
+            planner.observe(commit.tokens)
             yield commit
             root, lead, number = accepted.bonus, [], number + 1
     finally:

@@ -33,7 +33,7 @@ class Placement:
     """CPU threads: the target's while the sidecar works and when it does not, and the sidecar's."""
 
     target_busy: int
-    """0 = the target waits its turn while the sidecar works (for `Decoder.turn_s` at most)."""
+    """0 = the target waits its turn while the sidecar works (for `runtime.TURN_S` at most)."""
     target_idle: int
     sidecar: int
     target_cores: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from ooospec.chat.scanner import CallScanner
 from ooospec.chat.template import Conversation, check_messages, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
 from ooospec.core import Commit, DecodeContext, Hint, ToolCall
-from ooospec.engine import Budget, decode
+from ooospec.engine import decode
 from ooospec.errors import UsageError
 from ooospec.generation import Generation, HintReport
 from ooospec.memory import Memory
@@ -25,6 +25,7 @@ from ooospec.methods import Setup, method_named
 from ooospec.models.progress import Progress, Silent
 from ooospec.models.resolver import resolve_model
 from ooospec.placement import Placement
+from ooospec.planner import Budget
 from ooospec.sidecar.client import Mailbox, SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.stopping import Limits
@@ -164,10 +165,10 @@ class Decoder:
 
     def _next_chunk(self, left: int) -> int:
         """Say how many of the prompt tokens left to prefill before the next look into the mailbox."""
-        if self._mailbox is None or not self._mailbox.working or left <= CHUNK_BUSY:
+        if self._mailbox is None or not self._mailbox.working or left <= 2 * LAST_CHUNK:
             return CHUNK_IDLE if left > CHUNK_IDLE else 0
         takes_back = self.loaded.device == "cpu" and self._threads() < self.placement.target_idle
-        return min(CHUNK_BUSY if takes_back else CHUNK_IDLE, left - LAST_CHUNK)
+        return min(CHUNK_BUSY if takes_back else CHUNK_IDLE, left - LAST_CHUNK)  # leave some for the first tree's pass
 
     # ------------------------------------------------------------------ requests
 

@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from ooospec.bench.rows import Run
-from ooospec.placement import usable_cores
 
 PACKAGES = ("ooo-spec", "torch", "transformers", "tokenizers", "numpy")
 
@@ -60,7 +59,7 @@ def _machine() -> dict[str, str]:
     machine = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cores": str(usable_cores()),
+        "cores": str(psutil.cpu_count(logical=False) or psutil.cpu_count()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
     }
     if torch.cuda.is_available():

@@ -15,10 +15,11 @@ from torch import Tensor
 from ooospec.chat.codec import TextCodec
 from ooospec.chat.schema import read_tools
 from ooospec.core import DecodeContext, Hint
-from ooospec.engine import Budget, decode
+from ooospec.engine import decode
 from ooospec.errors import UsageError
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
+from ooospec.planner import Budget
 from ooospec.stopping import Limits
 from ooospec.target.loading import eos_ids
 from ooospec.target.model import TargetModel
