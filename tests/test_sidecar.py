@@ -48,8 +48,8 @@ def wait_for(condition, seconds=10.0):
 def decoder(tiny_llama):
     made = []
 
-    def make(kind):
-        decoder = Decoder(tiny_llama, None, budget="fixed", placement=THREADS)
+    def make(kind, placement=THREADS):
+        decoder = Decoder(tiny_llama, None, budget="fixed", placement=placement)
         decoder._client = SidecarClient(process=fake(kind))
         decoder._client.wait_ready(20)
         made.append(decoder)
@@ -386,3 +386,26 @@ def test_function_choice_takes_off_what_a_name_scores_without_a_request(tiny_lla
     again = [a for a in predictor.wave(REQUEST) if isinstance(a, Function)]
     assert first == again
     assert len(asked) - passes == passes - 1  # the prior of a tool list is asked for once
+
+
+TURNS = Placement(0, 2, 2)
+
+
+def test_on_few_cores_the_hint_is_there_before_the_first_round(decoder, tiny_llama, tools):
+    result = decoder("good", TURNS).generate(MESSAGES, tools, max_new_tokens=40)
+    assert result.output_ids == reference(tiny_llama, tools)
+    assert result.hint.ready_round == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "good"])
+def test_a_faulty_sidecar_is_waited_for_once_at_most(decoder, tiny_llama, tools, kind, monkeypatch):
+    monkeypatch.setattr("ooospec.runtime.TURN_S", 0.4)
+    made = decoder(kind, TURNS)
+    expected = reference(tiny_llama, tools)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert made.generate(MESSAGES, tools, max_new_tokens=40).output_ids == expected
+        times.append(time.perf_counter() - start)
+    if kind in ("hang", "stranger", "garbage"):
+        assert times[0] > 0.4 > max(times[1:])

@@ -157,11 +157,8 @@ class Decoder:
 
     def _take_turns(self, mailbox: Mailbox | None) -> None:
         """On cores that target and sidecar share by turns, let the sidecar finish first, then stop it."""
-        if mailbox is None or self.placement.target_busy or self.loaded.device != "cpu":
-            return
-        if mailbox.responsive:
-            mailbox.wait(TURN_S)
-        mailbox.stop()
+        if mailbox is not None and not self.placement.target_busy and self.loaded.device == "cpu":
+            mailbox.take_turn(TURN_S)
 
     def _next_chunk(self, left: int) -> int:
         """Say how many of the prompt tokens left to prefill before the next look into the mailbox."""

@@ -67,13 +67,14 @@ class Mailbox:
             self.poll()
             time.sleep(0.001)
 
-    @property
-    def responsive(self) -> bool:
-        """Tell whether the sidecar has answered everything but this request."""
-        return not self.hint.failed and self._client.answered_all_but(self)
+    def take_turn(self, timeout_s: float) -> None:
+        """Give the wave the cores until it is over, then stop it; what has come stays.
 
-    def stop(self) -> None:
-        """End the wave if it still runs; what has come stays."""
+        A sidecar that has not answered the request before, or was waited for in vain, gets no turn until it answers.
+        """
+        if self._client.trusted and self._client.answered_all_but(self):
+            self.wait(timeout_s)
+            self._client.trusted = self.ready_ms is not None
         if self.working:
             self._client.cancel(self)
 
@@ -95,6 +96,7 @@ class Mailbox:
             if not known or len(message.tools) != len(message.percents):
                 return False
             names = tuple(self.tools[index].name for index in message.tools)
+            self._client.trusted = True
             self.hint.function = FunctionHint(names, tuple(_chance(percent) for percent in message.percents))
             self.ready_ms = now
         else:
@@ -121,6 +123,8 @@ class SidecarClient:
         self._mailboxes: dict[int, Mailbox] = {}
         self.warnings: Counter[str] = Counter()
         self.model = ""
+        self.trusted = True
+        """False = the last wait for a wave was in vain."""
         self._unanswered_since: float | None = None
         self._retry_at, self._retry_delay = 0.0, FIRST_RETRY_SECONDS
         self._socket: zmq.Socket[bytes] | None = None
