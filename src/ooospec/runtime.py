@@ -162,7 +162,7 @@ class Decoder:
 
     def _next_chunk(self, left: int) -> int:
         """Say how many of the prompt tokens left to prefill before the next look into the mailbox."""
-        if self._mailbox is None or not self._mailbox.working or left <= 2 * LAST_CHUNK:
+        if self._mailbox is None or not self._mailbox.working or left <= CHUNK_BUSY:
             return CHUNK_IDLE if left > CHUNK_IDLE else 0
         takes_back = self.loaded.device == "cpu" and self._threads() < self.placement.target_idle
         return min(CHUNK_BUSY if takes_back else CHUNK_IDLE, left - LAST_CHUNK)  # leave some for the first tree's pass
