@@ -255,7 +255,6 @@ def test_run_measures_every_job_in_rotated_order_and_all_are_identical(bench):
     assert all(row.identical for row in rows)
     firsts = [row.method for row in rows if row.order == 0 and row.benchmark == "bfcl"]
     assert len(set(firsts)) > 2
-    assert not list((folder / "state").glob("*.memory"))
     assert sum(bool(row.pieces) for row in rows) == 8  # the text stands in the reference's row only
     (run,) = Results(folder).runs()
     assert run.settings["methods"] == ["ar", "lookup", "recycling", "toolspec"]
@@ -311,6 +310,38 @@ def test_other_settings_need_another_folder(bench):
     with pytest.raises(UsageError, match=r"max_new_tokens: 12 -> 9.*another --out"):
         bench(limit=1, max_new_tokens=9)
     bench(limit=2)  # more of the same is welcome
+
+
+def test_requests_added_later_find_the_memories_of_the_first(bench):
+    whole, _ = bench("whole")
+    for limit in (1, 2, None):
+        folder, _ = bench("grown", limit=limit)
+    grown = {(*r.group, r.method, r.memory): r for r in Results(folder).rows()}
+    for row in Results(whole).rows():
+        assert plain([grown[(*row.group, row.method, row.memory)]]) == plain([row])
+    for file in (folder / "state").iterdir():
+        file.unlink()
+    results = Results(folder)
+    results.keep(results.rows()[:-6])
+    with pytest.raises(UsageError, match="lacks what the methods remembered after 5 requests of bfcl"):
+        bench("grown")
+
+
+def test_a_kill_between_memories_and_rows_loses_nothing(bench, monkeypatch):
+    whole, _ = bench("whole")
+    real = Results.append
+
+    def killed(self, rows):
+        if len(self.rows()) == 12:
+            raise KeyboardInterrupt
+        real(self, rows)
+
+    monkeypatch.setattr(Results, "append", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bench("killed")
+    monkeypatch.undo()
+    folder, _ = bench("killed")
+    assert plain(Results(folder).rows()) == plain(Results(whole).rows())
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

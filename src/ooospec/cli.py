@@ -82,7 +82,7 @@ def generate(
     target: Target = DEFAULT_TARGET,
     sidecar: Sidecar = DEFAULT_SIDECAR,
     adapter: Adapter = None,
-    method: Annotated[str, typer.Option(help="ar, lookup, toolspec or ooo.")] = "ooo",
+    method: Annotated[str, typer.Option(help="ooo, toolspec, lookup, recycling, samd, suffix, ar or stock.")] = "ooo",
     dtype: Dtype = "bfloat16",
     device: Device = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,

@@ -50,7 +50,8 @@ class Method:
 def _draft(setup: Setup) -> list[Proposer]:
     if setup.draft is None:
         raise UsageError(
-            "Method draft needs a draft model with the target's tokenizer; name one with --draft, or leave it out."
+            "Method draft needs a draft model with the target's tokenizer; give `ooospec bench` --draft MODEL, or "
+            "Decoder(draft=MODEL), or leave this method out."
         )
     return [setup.draft()]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ooospec.calibration import Calibrator
 from ooospec.core import Draft
+from ooospec.errors import UsageError
 from ooospec.tree import CandidateTree, Cost, build_tree
 
 
@@ -16,6 +17,13 @@ class Budget:
 
     max_nodes: int = 64
     cost: Cost | None = None
+
+
+def check_policy(name: str) -> str:
+    """Return the budget policy's name: measured or fixed. Raises UsageError."""
+    if name not in ("measured", "fixed"):
+        raise UsageError(f"budget must be measured or fixed; got {name!r}.")
+    return name
 
 
 class Planner:

@@ -25,9 +25,10 @@ from ooospec.methods import Setup, method_named
 from ooospec.models.progress import Progress, Silent
 from ooospec.models.resolver import resolve_model
 from ooospec.placement import Placement
-from ooospec.planner import Budget
+from ooospec.planner import Budget, check_policy
 from ooospec.sidecar.client import Mailbox, SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
+from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
 from ooospec.stopping import Limits
 from ooospec.target.cost import CostCurve, cached_cost, cost_key
 from ooospec.target.draft import DraftModel
@@ -73,7 +74,7 @@ class Decoder:
         progress = progress or Silent()
         parse_dtype(dtype)
         parse_device(device)
-        _budget_policy(budget)
+        check_policy(budget)
         check_adapter(adapter)
         if adapter and sidecar is None:
             raise UsageError("An adapter belongs to a sidecar; name one (--sidecar MODEL) or leave the adapter out.")
@@ -203,17 +204,17 @@ class Decoder:
 
     def _warm_prefix(self, messages: Any, tools: Any, **options: Any) -> None:
         """Prefill what other requests with these tools and this system prompt share, on the sidecar's side too."""
-        other = [*check_messages(messages)[:-1], {"role": "user", "content": "Hello."}]
+        other = [*check_messages(messages)[:-1], {"role": "user", "content": NEUTRAL_DIALOGUE[0].text}]
         salt = str(options.get("salt", ""))
         rendered = [render(self.loaded.tokenizer, m, tools) for m in (messages, other)]
         ids, other_ids = (self.loaded.codec.encode(conversation.prompt) for conversation in rendered)
         shared = ids[: common_prefix(ids, other_ids)]
         if self._warm is None or self._warm[0] != (salt, shared):
-            self._warm = (salt, shared), [_prefilled(model, shared, salt) for model in self._models()]
+            self._warm = (salt, shared), [model.prefilled(shared, salt) for model in self._models()]
         for model, cache in zip(self._models(), self._warm[1], strict=True):
             model.prefix_cache = cache
         if self._client is not None and method_named(options.get("method", "ooo")).hints and rendered[1].tools:
-            mailbox = self._client.submit(rendered[1].tools, [("user", "Hello.")])
+            mailbox = self._client.submit(rendered[1].tools, [(turn.role, turn.text) for turn in NEUTRAL_DIALOGUE])
             mailbox.wait(READY_TIMEOUT_S)
             mailbox.close()
 
@@ -278,7 +279,7 @@ class _Request:
         self.conversation: Conversation = render(decoder.loaded.tokenizer, messages, tools)
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()))
         self.chooser: Chooser = Sampler(temperature, seed) if temperature > 0 else Greedy()
-        policy = _budget_policy(budget) if budget is not None else decoder.budget
+        policy = check_policy(budget) if budget is not None else decoder.budget
         nodes = decoder.max_nodes or self.method.max_nodes
         self.budget = Budget(nodes, decoder.cost if policy == "measured" else None)
         if self.method.stock and temperature > 0:
@@ -384,20 +385,3 @@ class _Request:
             busy_round_ms=statistics.median(busy) if busy else None,
             idle_round_ms=statistics.median(idle) if idle else None,
         )  # fmt: skip
-
-
-def _budget_policy(name: str) -> str:
-    if name not in ("measured", "fixed"):
-        raise UsageError(f"budget must be measured or fixed; got {name!r}.")
-    return name
-
-
-def _prefilled(model: TargetModel, ids: Sequence[int], salt: str) -> PrefixCache:
-    """Make a prefix cache that holds exactly `ids`, outside any clock."""
-    warm = PrefixCache()
-    model.prefix_cache = None
-    model.begin([*ids, 0])
-    model.prefill(ids)
-    warm.put(ids, model.cache, salt)
-    warm.read_only = True
-    return warm

@@ -147,7 +147,7 @@ def _run_decoder(
         here = [r for r in rows if (r.target, r.placement) == place and r.benchmark in mine]
         whole = whole_groups(here, jobs)
         if len(whole) != len(here):
-            others = [r for r in rows if r not in here]
+            others = [r for r in rows if (r.target, r.placement) != place or r.benchmark not in mine]
             results.keep([*others, *whole])
         done = {row.group for row in whole}
         wanted = {(target, placement, c.benchmark, r.id) for c in planned for r in c.requests}

@@ -144,7 +144,7 @@ def _markdown_cell(cell: tuple[str, str], group: Sequence[Summary], winner: str)
             lines += [
                 f"{method_name(s.method)}: function choice there before the first round in {first}/{s.requests} "
                 f"requests, "
-                f"after {s.ready_ms.median:,.0f} ms (median); {s.payload_bytes:.0f} bytes a request.",
+                f"seen by the target after {s.ready_ms.median:,.0f} ms; {s.payload_bytes:.0f} bytes a request.",
                 "",
             ]
     return lines

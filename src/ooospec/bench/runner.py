@@ -84,15 +84,17 @@ class Runner:
 
     def run_cell(self, decoder: Decoder, cell: Cell, done: set[tuple[str, str, str, str]], jobs: Sequence[Job]) -> None:
         """Decode the requests of a cell that are not done, in order, each method with the memory of its own run."""
-        memories = self._load(cell)
+        finished = sum((cell.target, cell.placement, cell.benchmark, r.id) in done for r in cell.requests)
+        memories = self._load(cell, finished) if finished < len(cell.requests) else defaultdict(Memory)
         for index, request in enumerate(cell.requests):
             if (cell.target, cell.placement, cell.benchmark, request.id) in done:
                 self.watcher.advance(cell, index, None, len(jobs))
                 continue
             rows = list(self._group(decoder, cell, index, request, memories, jobs))
+            finished += 1
+            self._save(cell, finished, memories)
             self.results.append(_compared(decoder, request, rows))
-            self._save(cell, memories)
-        (self._state / cell.file_name).unlink(missing_ok=True)
+            self._file(cell, finished - 2).unlink(missing_ok=True)
 
     def _group(
         self,
@@ -155,18 +157,29 @@ class Runner:
 
     # ------------------------------------------------------------------ memories between starts
 
-    def _load(self, cell: Cell) -> defaultdict[Job, Memory]:
+    def _file(self, cell: Cell, finished: int) -> Path:
+        """Name the memories after `finished` requests; those of the last two counts are kept, whenever a kill comes."""
+        return self._state / f"{cell.file_name}.{finished}"
+
+    def _load(self, cell: Cell, finished: int) -> defaultdict[Job, Memory]:
         memories: defaultdict[Job, Memory] = defaultdict(Memory)
-        file = self._state / cell.file_name
-        if file.is_file():
-            for key, saved in msgspec.msgpack.decode(file.read_bytes(), type=dict[str, bytes]).items():
-                memories[Job(*key.split("|"))] = Memory(saved)
+        if not finished:
+            return memories
+        try:
+            data = self._file(cell, finished).read_bytes()
+        except FileNotFoundError:
+            raise UsageError(
+                f"{self._state} lacks what the methods remembered after {finished} requests of {cell.benchmark}; "
+                "without it the rest would be measured under another condition. Choose another --out."
+            ) from None
+        for key, saved in msgspec.msgpack.decode(data, type=dict[str, bytes]).items():
+            memories[Job(*key.split("|"))] = Memory(saved)
         return memories
 
-    def _save(self, cell: Cell, memories: Mapping[Job, Memory]) -> None:
+    def _save(self, cell: Cell, finished: int, memories: Mapping[Job, Memory]) -> None:
         self._state.mkdir(exist_ok=True)
         saved = {"|".join((j.method, j.prefix, j.memory, j.budget)): m.dump() for j, m in memories.items()}
-        file = self._state / cell.file_name
+        file = self._file(cell, finished)
         temporary = file.with_suffix(".tmp")
         temporary.write_bytes(msgspec.msgpack.encode(saved))
         temporary.replace(file)

@@ -110,6 +110,16 @@ class TargetModel(TreeModel):
         self._committed = self.cached_tokens
         return self.cached_tokens
 
+    def prefilled(self, ids: Sequence[int], salt: str = "") -> PrefixCache:
+        """Make a read-only prefix cache that holds exactly `ids`."""
+        warm = PrefixCache()
+        self.prefix_cache = None
+        self.begin([*ids, 0])
+        self.prefill(ids)
+        warm.put(ids, self.cache, salt)
+        warm.read_only = True
+        return warm
+
     def rewind(self, length: int) -> None:
         """Keep the first `length` slots, which hold committed tokens, and forget the rest."""
         self._committed = min(length, self.cache.length)
