@@ -14,6 +14,7 @@ from rich.table import Table
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
 from ooospec.console import clean_errors, progress_bars
 from ooospec.errors import ToolsError, UsageError
+from ooospec.train.commands import add_commands
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Faster tool calls, with exactly the same output.")
 models_app = typer.Typer(no_args_is_help=True, help="Embedded models and where they are.")
@@ -23,7 +24,9 @@ Target = Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf f
 Sidecar = Annotated[
     str, typer.Option(help="Sidecar: a model as for --target, `none`, or tcp://host:port of a running one.")
 ]
-Adapter = Annotated[str | None, typer.Option(help="Folder of a peft adapter for the sidecar.")]
+Adapter = Annotated[
+    str, typer.Option(help="Trained adapter for the sidecar: auto = the one that ships for it, none, or a folder.")
+]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
 Prefix = Annotated[str, typer.Option(help="warm: tools and system prompt are in the KV cache; cold: nothing is.")]
@@ -81,7 +84,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     target: Target = DEFAULT_TARGET,
     sidecar: Sidecar = DEFAULT_SIDECAR,
-    adapter: Adapter = None,
+    adapter: Adapter = "auto",
     method: Annotated[str, typer.Option(help="ooo, toolspec, lookup, recycling, samd, suffix, ar or stock.")] = "ooo",
     dtype: Dtype = "bfloat16",
     device: Device = None,
@@ -127,7 +130,7 @@ def generate(
 def demo(
     target: Target = DEFAULT_TARGET,
     sidecar: Sidecar = DEFAULT_SIDECAR,
-    adapter: Adapter = None,
+    adapter: Adapter = "auto",
     dtype: Dtype = "bfloat16",
     device: Device = None,
     placement: PlacementName = "shared",
@@ -157,7 +160,7 @@ def demo(
 def verify(
     target: Target = DEFAULT_TARGET,
     sidecar: Sidecar = DEFAULT_SIDECAR,
-    adapter: Adapter = None,
+    adapter: Adapter = "auto",
     dtype: Dtype = "bfloat16",
     device: Device = None,
     placement: PlacementName = "shared",
@@ -195,7 +198,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder of the results; one that has some is gone on with.")],
     targets: Annotated[str, typer.Option(help="Comma-separated targets.")] = DEFAULT_TARGET,
     sidecar: Sidecar = DEFAULT_SIDECAR,
-    adapter: Adapter = None,
+    adapter: Adapter = "auto",
     draft: Annotated[
         str | None, typer.Option(help="Draft model for method draft, with the target's tokenizer.")
     ] = None,
@@ -221,12 +224,14 @@ def bench(
     """Measure methods against each other on public benchmarks; see also: ooospec report."""
     from ooospec.bench.command import BenchSettings, run_bench
     from ooospec.methods import METHODS
+    from ooospec.sidecar.adapter import adapter_label
 
     for file in plugin or []:
         _run_plugin(file)
     every = methods.strip() == "all"
     settings = BenchSettings(
-        targets=_names(targets), sidecar=sidecar if sidecar != "none" else None, adapter=adapter, draft=draft,
+        targets=_names(targets), sidecar=sidecar if sidecar != "none" else None,
+        adapter=adapter_label(adapter, sidecar), draft=draft,
         benchmarks=_names(benchmarks), suite=suite, data=data, methods=tuple(METHODS) if every else _names(methods),
         placement=_names(placement), prefix=_names(prefix), memory=_names(memory), budget=_names(budget),
         limit=limit, seed=seed, max_new_tokens=max_new_tokens, dtype=dtype, device=device,
@@ -282,7 +287,7 @@ def doctor(
 @clean_errors
 def sidecar(
     model: Annotated[str, typer.Option(help="Model as for --target.")] = DEFAULT_SIDECAR,
-    adapter: Adapter = None,
+    adapter: Adapter = "auto",
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "tcp://127.0.0.1:7777",
     dtype: Annotated[
         str, typer.Option(help="auto = int8 on CPUs where it pays; int8, bfloat16, float16, float32.")
@@ -292,12 +297,14 @@ def sidecar(
 ) -> None:
     """Serve a sidecar for engines on this or other machines (no authentication: trusted networks only)."""
     from ooospec.models.resolver import resolve_model
+    from ooospec.sidecar.adapter import find_adapter
     from ooospec.sidecar.quantize import check_sidecar_dtype
     from ooospec.sidecar.server import main as serve
     from ooospec.target.loading import check_adapter, parse_device
 
     check_sidecar_dtype(dtype)
-    check_adapter(adapter)
+    folder = find_adapter(adapter, model)
+    check_adapter(folder)
     parse_device(device)
     with progress_bars() as progress:
         path = resolve_model(model, progress)
@@ -313,7 +320,7 @@ def sidecar(
         "--threads",
         str(threads),
     ]
-    for flag, value in (("--adapter", adapter), ("--device", device)):
+    for flag, value in (("--adapter", folder), ("--device", device)):
         arguments += [flag, value] if value else []
     serve(arguments)
 
@@ -351,6 +358,9 @@ def models_pull(names: Annotated[list[str], typer.Argument(help="Names of models
 def models_path(name: Annotated[str, typer.Argument(help="Name of a model.")]) -> None:
     """Print the folder of a model, fetching it first if it is not here."""
     models_pull([name])
+
+
+add_commands(app)
 
 
 def main() -> None:

@@ -32,11 +32,11 @@ class ProgressBars:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
 
-    def update(self, what: str, done: float, total: float) -> None:
+    def update(self, what: str, done: float, total: float, note: str = "") -> None:
         """Show that `done` of `total` units of `what` are finished."""
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total)
-        self._progress.update(self._tasks[what], completed=done)
+        self._progress.update(self._tasks[what], completed=done, description=f"{what} {note}".rstrip())
 
 
 @contextlib.contextmanager

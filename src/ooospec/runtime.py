@@ -26,6 +26,7 @@ from ooospec.models.progress import Progress, Silent
 from ooospec.models.resolver import resolve_model
 from ooospec.placement import Placement
 from ooospec.planner import Budget, check_policy
+from ooospec.sidecar.adapter import AUTO, find_adapter
 from ooospec.sidecar.client import Mailbox, SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
@@ -51,7 +52,8 @@ class Decoder:
     """A target with a sidecar beside it. Decodes one request at a time.
 
     `target` and `sidecar` are model names (see `resolve_model`); a sidecar `tcp://host:port` attaches to a running
-    one, and None goes without. Use it as a context manager, or call `close`.
+    one, and None goes without. `adapter` is the folder of a trained adapter for the sidecar, "auto" for the one that
+    ships for it, or None. Use it as a context manager, or call `close`.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Decoder:
         target: str | LoadedModel = DEFAULT_TARGET,
         sidecar: str | None = DEFAULT_SIDECAR,
         *,
-        adapter: str | None = None,
+        adapter: str | None = AUTO,
         sidecar_dtype: str = "auto",
         dtype: str = "bfloat16",
         device: str | None = None,
@@ -75,9 +77,11 @@ class Decoder:
         parse_dtype(dtype)
         parse_device(device)
         check_policy(budget)
+        adapter = find_adapter(adapter, sidecar or "")
         check_adapter(adapter)
-        if adapter and sidecar is None:
-            raise UsageError("An adapter belongs to a sidecar; name one (--sidecar MODEL) or leave the adapter out.")
+        if adapter and (sidecar is None or "://" in sidecar):
+            given = "there is none" if sidecar is None else f"the one at {sidecar} has its own settings"
+            raise UsageError(f"An adapter belongs to a sidecar started here, and {given}; leave the adapter out.")
         self.placement = placement or Placement.shared()
         self._client: SidecarClient | None = None
         self._warm: tuple[tuple[str, list[int]], list[PrefixCache]] | None = None

@@ -77,15 +77,16 @@ def _same_call(call: ToolCall, gold: GoldCall) -> bool:
 def _acceptable(given: Mapping[str, Any], key: str, values: Sequence[Any]) -> bool:
     if key not in given:
         return any(value in (MAY_BE_LEFT_OUT, None) for value in values)
-    return any(_same_value(given[key], value) for value in values)
+    return any(same_value(given[key], value) for value in values)
 
 
-def _same_value(given: Any, gold: Any) -> bool:
+def same_value(given: Any, gold: Any) -> bool:
+    """Tell whether a value is the gold one; how it is quoted or spelled does not matter."""
     if isinstance(given, dict) and isinstance(gold, dict):  # BFCL nests lists of acceptable values
         nested = {key: value if isinstance(value, list) else [value] for key, value in gold.items()}
         return set(given) <= set(nested) and all(_acceptable(given, key, values) for key, values in nested.items())
     if isinstance(given, list) and isinstance(gold, list):
-        return len(given) == len(gold) and all(_same_value(a, b) for a, b in zip(given, gold, strict=True))
+        return len(given) == len(gold) and all(same_value(a, b) for a, b in zip(given, gold, strict=True))
     return bool(_plain(given) == _plain(gold))
 
 

@@ -59,31 +59,36 @@ def check_messages(messages: Any) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def read_request(messages: Any, tools: Any = None) -> tuple[tuple[Message, ...], tuple[Tool, ...], tuple[Message, ...]]:
+    """Return (checked messages, tools, what was said); tools from `tools` or from the prose of a system prompt.
+
+    What was said lacks a system prompt that lists tools as prose. Raises UsageError or ToolsError.
+    """
+    checked = check_messages(messages)
+    known = read_tools(tools)
+    if known or checked[0]["role"] not in ("system", "developer"):
+        return checked, known, checked
+    known = prose_tools(str(checked[0].get("content") or ""))
+    return checked, known, checked[1:] if known else checked
+
+
 def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> Conversation:
     """Render a request and read its tools, from `tools` or from the prose of a system prompt.
 
     A template that knows no tools (SmolLM2) gets them in a system message. Raises UsageError or ToolsError.
     """
-    checked = check_messages(messages)
-    known = read_tools(tools)
-    plain: tuple[Message, ...] = checked
-    kind = "template"
+    checked, known, said = read_request(messages, tools)
+    kind = "template" if known and tools else "prose" if known else "none"
     rendered = [_plain_message(message) for message in checked]
-    if known:
-        if "tools" not in str(tokenizer.chat_template or ""):
-            rendered = _with_tool_prompt(rendered, openai_tools(tools))
-            kind = "listed"
-    elif checked[0]["role"] in ("system", "developer"):
-        known = prose_tools(str(checked[0].get("content") or ""))
-        if known:
-            plain = checked[1:]
-            kind = "prose"
-    listed = openai_tools(tools) if kind == "template" and known else None
+    if kind == "template" and "tools" not in str(tokenizer.chat_template or ""):
+        rendered = _with_tool_prompt(rendered, openai_tools(tools))
+        kind = "listed"
+    listed = openai_tools(tools) if kind == "template" else None
     try:
         prompt = tokenizer.apply_chat_template(rendered, tools=listed, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"The target's chat template does not take these messages: {error}") from error
-    return Conversation(str(prompt), known, plain, kind if known else "none")
+    return Conversation(str(prompt), known, said, kind)
 
 
 def _plain_message(message: Message) -> Message:

@@ -135,11 +135,6 @@ class Branch:
             return enough, _finished_part(whole) if enough else None
         return enough or end < len(whole.lstrip()) or isinstance(value, list | dict | str), value
 
-    @property
-    def chance(self) -> float:
-        """Probability the model gives to the whole answer."""
-        return math.exp(self.log_chance)
-
 
 def _finished_part(text: str) -> Any:
     """Return the finished elements of a list that was cut short, or None."""

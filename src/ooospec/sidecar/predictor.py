@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ooospec.sidecar.adapter import Habits
 from ooospec.sidecar.branches import Branch, Trie
 from ooospec.sidecar.copying import CopyIndex
-from ooospec.sidecar.prompt import FUNCTION_QUESTION, NEUTRAL_DIALOGUE, chat_messages
-from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSignature, Turn, encoder
+from ooospec.sidecar.prompt import FUNCTION_QUESTION, NEUTRAL_DIALOGUE, prefix_ids
+from ooospec.sidecar.protocol import Function, SlotValue, Submit, encoder
 from ooospec.target.loading import LoadedModel
 from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache
@@ -34,9 +35,6 @@ setting the scale that dynamic quantization uses for a whole chunk."""
 TOP_FUNCTIONS = 3
 STEP_ROWS = 8
 """Rows of a step that copied drafts may fill: up to here a row costs next to nothing on a CPU."""
-PRIOR_WEIGHT = 0.5
-"""Share of a tool name's log-probability without any request that is taken off its score: zero-shot models favour
-tools that are listed first and short names (domain-conditional PMI, arXiv 2104.08315, at half weight)."""
 PRIORS_KEPT = 256
 _PIECE = re.compile(r'[^"\[\]{},:\s][^"\[\]{},]{2,}')
 """Runs of three or more characters between the punctuation of JSON."""
@@ -69,8 +67,14 @@ class _Pass:
 class WavePredictor:
     """Answers all questions about a request with a causal LM."""
 
-    def __init__(self, loaded: LoadedModel, max_first_nodes: int = 64, min_tool_chance: float = 0.05) -> None:
-        self.loaded, self.codec = loaded, loaded.codec
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        habits: Habits | None = None,
+        max_first_nodes: int = 64,
+        min_tool_chance: float = 0.05,
+    ) -> None:
+        self.loaded, self.codec, self.habits = loaded, loaded.codec, habits or Habits()
         self.max_first_nodes, self.min_tool_chance = max_first_nodes, min_tool_chance
         self.model = TargetModel(loaded.model, PrefixCache(1 << 29))
         self.stats = WaveStats()
@@ -87,7 +91,7 @@ class WavePredictor:
             self.model.prefix_cache.clear()
         prior = self._prior(request)
         yield None
-        prefix = self._prefix_ids(request.tools, request.dialogue)
+        prefix = prefix_ids(self.loaded, request.tools, request.dialogue)
         self._copies = CopyIndex(prefix, self._texts)
         stats.cached_tokens = self.model.begin(prefix)
         try:
@@ -114,19 +118,14 @@ class WavePredictor:
         """Return (prefill_ms, wave_ms, steps) of the last wave."""
         return round(self.stats.prefill_ms), round(self.stats.wave_ms), self.stats.steps
 
-    def _prefix_ids(self, tools: tuple[ToolSignature, ...], dialogue: tuple[Turn, ...]) -> list[int]:
-        messages = chat_messages(tools, dialogue)
-        text = self.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.codec.encode(str(text))
-
     def _prior(self, request: Submit) -> list[float]:
         """Return the log-probability of each tool's name when nothing is asked for; kept per list of tools."""
-        if len(request.tools) < 2:
+        if len(request.tools) < 2 or not self.habits.prior_weight:
             return [0.0] * len(request.tools)
         key = encoder.encode(request.tools)  # choices may hold lists, so the tools themselves have no hash
         if key in self._priors and not request.fresh:
             return self._priors[key]
-        prefix = self._prefix_ids(request.tools, NEUTRAL_DIALOGUE)
+        prefix = prefix_ids(self.loaded, request.tools, NEUTRAL_DIALOGUE)
         lead = prefix[self.model.begin(prefix) : -1]
         self._prefill(lead)
         trie, names, _ = self._plant(request, prefix[-1], ())
@@ -146,7 +145,8 @@ class WavePredictor:
         if len(trie.tokens) > self.max_first_nodes:  # too many questions for one pass: the function alone first
             trie, names, branches = self._plant(request, root, ())
         first = self._pass(trie, names, branches)
-        chances = _softmax([first.log_chance(n) - PRIOR_WEIGHT * p for n, p in zip(names, prior, strict=True)])
+        scores = [first.log_chance(n) - self.habits.prior_weight * p for n, p in zip(names, prior, strict=True)]
+        chances = _softmax([score / self.habits.function_temperature for score in scores])
         ranked = sorted(everything, key=lambda tool: -chances[tool])
         best = ranked[:TOP_FUNCTIONS]
         yield Function(request.request, tuple(best), tuple(_percent(chances[tool]) for tool in best))
@@ -198,37 +198,69 @@ class WavePredictor:
         dialogue = "\n".join(turn.text for turn in request.dialogue)
         decoding = []
         for branch in live:
+            null = self._chance_of_null(branch, first.rows[branch.colon])
             if branch.kind == "scored":
-                yield self._choose(request, branch, first, dialogue)
-            elif self._says_null(branch, first.rows[branch.colon]):
-                yield SlotValue(request.request, branch.tool, branch.slot, 50, None, False)
+                yield self._choose(request, branch, first, dialogue, null)
+            elif null > 0.5:
+                yield SlotValue(request.request, branch.tool, branch.slot, _percent(null), None, False)
             else:
                 self._take(branch, first.rows[branch.end])
                 decoding.append(branch)
         while decoding:
             still = []
             for branch in decoding:
-                if not branch.spec.required and not may_be_mentioned(self.codec.decode(branch.answer), dialogue):
-                    yield SlotValue(request.request, branch.tool, branch.slot, _percent(branch.chance), None, False)
+                if self._is_invented(branch, dialogue):
+                    yield SlotValue(
+                        request.request, branch.tool, branch.slot, _percent(self._chance(branch)), None, False
+                    )
                     continue
                 done, value = branch.finish(self.codec)
                 if not done:
                     still.append(branch)
                 elif value is not None:
-                    yield _slot_value(request, branch, value, branch.chance, dialogue)
+                    yield self._slot_value(request, branch, value, self._chance(branch), dialogue)
             decoding = still
             if decoding:
                 yield None
                 self._step(decoding, first.base)
 
-    def _choose(self, request: Submit, branch: Branch, first: _Pass, dialogue: str) -> SlotValue:
-        chances = _softmax([first.log_chance(nodes) if nodes else -math.inf for nodes in branch.options])
-        best = max(range(len(chances)), key=chances.__getitem__)
-        return _slot_value(request, branch, branch.spec.choices[best], chances[best], dialogue)
+    def _choose(self, request: Submit, branch: Branch, first: _Pass, dialogue: str, null: float) -> SlotValue:
+        scores = [first.log_chance(nodes) if nodes else -math.inf for nodes in branch.options]
+        best = max(range(len(scores)), key=scores.__getitem__)
+        if self.habits.answers_null and null > math.exp(scores[best]):
+            return SlotValue(request.request, branch.tool, branch.slot, _percent(null), None, False)
+        chance = self._honest(_softmax(scores)[best])
+        return self._slot_value(request, branch, branch.spec.choices[best], chance, dialogue)
 
-    def _says_null(self, branch: Branch, row: Tensor) -> bool:
-        askable = not branch.spec.required and branch.opening >= 0 and branch.null >= 0
-        return askable and bool(row[branch.null] > row[branch.opening])
+    def _chance_of_null(self, branch: Branch, row: Tensor) -> float:
+        """Chance of null against the slot's type of value; 0 where the answer is not believed."""
+        if branch.null < 0 or (branch.spec.required and not self.habits.answers_null):
+            return 0.0
+        if branch.opening < 0:
+            return float(row[branch.null].exp()) if self.habits.answers_null else 0.0
+        return 1 / (1 + math.exp(min(50.0, float(row[branch.opening] - row[branch.null]))))
+
+    def _is_invented(self, branch: Branch, dialogue: str) -> bool:
+        """Tell whether an optional slot's unfinished answer cannot become words of the dialogue."""
+        if branch.spec.required or self.habits.answers_null:
+            return False
+        return not may_be_mentioned(self.codec.decode(branch.answer), dialogue)
+
+    def _chance(self, branch: Branch) -> float:
+        return self._honest(math.exp(branch.log_chance))
+
+    def _honest(self, chance: float) -> float:
+        """Scale the log-odds of a value's chance as calibration found."""
+        chance = min(1 - 1e-6, max(1e-6, chance))
+        odds = self.habits.value_scale * math.log(chance / (1 - chance)) + self.habits.value_shift
+        return 1 / (1 + math.exp(-odds))
+
+    def _slot_value(self, request: Submit, branch: Branch, value: Any, chance: float, dialogue: str) -> SlotValue:
+        """Publish an answer; zero-shot models fill every optional slot, so one that nobody mentioned is left out."""
+        present = branch.spec.required or self.habits.answers_null or is_mentioned(value, dialogue)
+        return SlotValue(
+            request.request, branch.tool, branch.slot, _percent(chance), value if present else None, present
+        )
 
     def _take(self, branch: Branch, row: Tensor) -> None:
         """Append the likeliest next token; a number begins with a digit or a sign."""
@@ -271,13 +303,6 @@ class WavePredictor:
             agrees = index + 1 < len(chain) and branch.answer[-1] == chain[index + 1]
             if not agrees or branch.finish(self.codec)[0]:
                 return
-
-
-def _slot_value(request: Submit, branch: Branch, value: Any, chance: float, dialogue: str) -> SlotValue:
-    """Publish an answer; zero-shot models fill every optional slot, so one that nobody mentioned is left out."""
-    present = branch.spec.required or is_mentioned(value, dialogue)
-    shown = value if present else None
-    return SlotValue(request.request, branch.tool, branch.slot, _percent(chance), shown, present)
 
 
 def is_mentioned(value: Any, dialogue: str) -> bool:

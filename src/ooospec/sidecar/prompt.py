@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 
 from ooospec.sidecar.protocol import ToolSignature, ToolSlot, Turn
+from ooospec.target.loading import LoadedModel
 
 MAX_DESCRIPTION = 160
 INTRODUCTION = "Answer with one function call as JSON. Functions:\n"
@@ -54,11 +55,13 @@ def chat_messages(tools: Sequence[ToolSignature], dialogue: Sequence[Turn]) -> l
     return messages
 
 
+def prefix_ids(loaded: LoadedModel, tools: Sequence[ToolSignature], dialogue: Sequence[Turn]) -> list[int]:
+    """Render and tokenize the shared prefix with the sidecar's own chat template."""
+    messages = chat_messages(tools, dialogue)
+    text = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return loaded.codec.encode(str(text))
+
+
 def slot_question(tool: str, slot: str) -> str:
     """Write the beginning of a call up to the colon of the slot's key."""
     return f'{QUESTION_HEAD}{tool}", "arguments": {{{json.dumps(slot, ensure_ascii=False)}:'
-
-
-def string_text(value: str) -> str:
-    """Return the JSON text of a string without its quotes."""
-    return json.dumps(value, ensure_ascii=False)[1:-1]

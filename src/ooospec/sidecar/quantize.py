@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ooospec.errors import UsageError
+from ooospec.sidecar.adapter import check_base, read_habits, shape_of
 from ooospec.target.loading import DTYPES, LoadedModel, load_model, parse_device
 
 MIN_HIDDEN_SIZE = 768
@@ -52,7 +53,10 @@ def load_sidecar(path: Path, name: str, dtype: str, device: str | None, adapter:
     """Load a sidecar; dtype "auto" takes int8 where it pays, else bfloat16. Raises UsageError for other names."""
     check_sidecar_dtype(dtype)
     device = parse_device(device)
-    hidden_size = int(json.loads((path / "config.json").read_text("utf-8")).get("hidden_size") or 0)
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    hidden_size = int(config.get("hidden_size") or 0)
+    if adapter:
+        check_base(read_habits(adapter), adapter, name, shape_of(config))
     if dtype == "auto":
         dtype = "int8" if can_quantize(hidden_size, device) else "bfloat16"
     if dtype != "int8":

@@ -168,6 +168,7 @@ def _run(options: argparse.Namespace) -> None:
         _announce(address)
     import torch
 
+    from ooospec.sidecar.adapter import read_habits
     from ooospec.sidecar.predictor import WavePredictor
     from ooospec.sidecar.quantize import load_sidecar
 
@@ -175,7 +176,7 @@ def _run(options: argparse.Namespace) -> None:
     loaded = load_sidecar(options.path, options.name, options.dtype, options.device, options.adapter)
     if not options.supervised:
         _announce(address)
-    SidecarServer(WavePredictor(loaded), options.name, socket).serve()
+    SidecarServer(WavePredictor(loaded, read_habits(options.adapter)), options.name, socket).serve()
 
 
 def _announce(address: str) -> None:

@@ -36,7 +36,7 @@ class CostCurve(msgspec.Struct, frozen=True):
 def measure_cost(target: TargetModel, progress: Callable[[int, int], None] | None = None) -> CostCurve:
     """Time verify passes on a prefix of 384 tokens; the median of three each. Uses the target's cache."""
     target.begin([0])
-    vocabulary = target.model.get_output_embeddings().weight.shape[0]
+    vocabulary = target.vocabulary
     target.prefill([i % min(997, vocabulary) for i in range(PREFIX_TOKENS)])
     times: list[float] = []
     for step, width in enumerate(WIDTHS):

@@ -1,0 +1,107 @@
+"""One form for every training example: a request as a target gets it, and the calls that answer it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ooospec.chat.template import plain_text, read_request
+from ooospec.core import Tool
+from ooospec.errors import UsageError
+from ooospec.sidecar.client import signature
+from ooospec.sidecar.protocol import ToolSignature, Turn
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A call that answers a request: name and argument map."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request with its calls in order; no calls = the answer is none."""
+
+    id: str
+    source: str
+    """Data set it came from."""
+    group: str
+    """What must not be on both sides of a split: a service, an API or a set of tool names."""
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """Functions in OpenAI form; empty where the system prompt lists them as prose."""
+    calls: tuple[Call, ...] = ()
+    teacher: str = ""
+    """Model that wrote the calls; "" = the data set's own."""
+
+    def request(self) -> tuple[tuple[Tool, ...], tuple[Turn, ...]]:
+        """Return the tools and the dialogue as the sidecar is given them. Raises ToolsError or UsageError."""
+        _, tools, said = read_request(list(self.messages), list(self.tools) or None)
+        return tools, tuple(Turn(str(message["role"]), plain_text(message)) for message in said)
+
+    def signatures(self) -> tuple[tuple[ToolSignature, ...], tuple[Turn, ...]]:
+        """Return what a Submit message carries."""
+        tools, dialogue = self.request()
+        return tuple(signature(tool) for tool in tools), dialogue
+
+    def fingerprint(self) -> str:
+        """Hash the request: equal requests have equal fingerprints."""
+        return hashlib.sha256(msgspec.msgpack.encode((self.messages, self.tools))).hexdigest()
+
+
+def fault(example: Example) -> str:
+    """Say why an example cannot be trained on; "" if it can."""
+    tools = {tool.name: tool for tool in example.request()[0]}
+    if not tools:
+        return "no tools"
+    if example.tools and len(tools) < len(example.tools):
+        return "two tools of one name"
+    if not any(message["role"] == "user" and plain_text(message).strip() for message in example.messages):
+        return "no user's words"
+    for call in example.calls:
+        if call.name not in tools:
+            return "call of an unknown tool"
+        if not set(call.arguments) <= {slot.name for slot in tools[call.name].slots}:
+            return "argument that the schema lacks"
+    return ""
+
+
+def append_example(path: Path, example: Example) -> None:
+    """Add one line to a file and have it on the disk before returning."""
+    with path.open("ab") as sink:
+        sink.write(msgspec.json.encode(example) + b"\n")
+        sink.flush()
+        os.fsync(sink.fileno())
+
+
+def write_examples(path: Path, examples: Iterable[Example]) -> int:
+    """Write examples as JSON Lines, atomically; return how many."""
+    temporary, count = path.with_suffix(path.suffix + ".tmp"), 0
+    with temporary.open("wb") as sink:
+        for example in examples:
+            sink.write(msgspec.json.encode(example) + b"\n")
+            count += 1
+    temporary.replace(path)
+    return count
+
+
+def read_examples(path: Path) -> Iterator[Example]:
+    """Read lines of examples; a last line that was cut short is ignored. Raises UsageError naming a wrong line."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"Cannot read training examples from {path}: {error.strerror}.") from error
+    lines = data.split(b"\n")[:-1]  # what follows the last line end is empty or cut short
+    decoder = msgspec.json.Decoder(Example)
+    for number, line in enumerate(lines, 1):
+        try:
+            yield decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise UsageError(
+                f"{path}, line {number} is not a training example ({error}); write such files with `ooospec collect`."
+            ) from error

@@ -1,0 +1,178 @@
+"""Who writes the calls that a sidecar learns: a target on this machine, or any OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import httpx
+
+from ooospec.chat.scanner import CallScanner
+from ooospec.core import FunctionHint, Hint, SlotHint, Tool
+from ooospec.errors import OooSpecError, UsageError
+from ooospec.runtime import Decoder
+from ooospec.train.records import Call, Example
+
+MAX_NEW_TOKENS = 256
+GOLD_CHANCE = 0.9
+
+
+class NoCall(Exception):
+    """A teacher's answer holds no call that can be kept; the text says why."""
+
+
+class TeacherGone(OooSpecError):
+    """A teacher cannot be reached."""
+
+
+class Teacher(Protocol):
+    """Answers requests greedily."""
+
+    name: str
+
+    def answer(self, example: Example) -> Call:
+        """Return the first call of the answer. Raises NoCall or TeacherGone."""
+
+
+def checked_call(name: Any, arguments: Any, tools: Mapping[str, Tool]) -> Call:
+    """Return a call that fits its tool's schema by names. Raises NoCall: a malformed answer is never repaired."""
+    if not isinstance(name, str) or name not in tools:
+        raise NoCall("calls an unknown function")
+    if not isinstance(arguments, dict):
+        raise NoCall("arguments that are no object")
+    if not set(arguments) <= {slot.name for slot in tools[name].slots}:
+        raise NoCall("arguments that the schema lacks")
+    return Call(name, arguments)
+
+
+def gold_hint(example: Example) -> Hint | None:
+    """Make a hint of the data set's own first call: most of the teacher's words, so it answers in few rounds."""
+    if not example.calls:
+        return None
+    call = example.calls[0]
+    slots = {(call.name, slot): SlotHint(call.name, slot, v, True, GOLD_CHANCE) for slot, v in call.arguments.items()}
+    return Hint(FunctionHint((call.name,), (GOLD_CHANCE,)), slots, complete=True)
+
+
+class LocalTeacher:
+    """A target on this machine; the data set's own call is its hint, which in greedy decoding changes no output."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.name = decoder, decoder.loaded.name
+
+    def answer(self, example: Example) -> Call:
+        """Decode until the first call is complete."""
+        tools = {tool.name: tool for tool in example.request()[0]}
+        codec, scanner, ids = self.decoder.loaded.codec, CallScanner(), list[int]()
+        rounds = self.decoder.stream(
+            list(example.messages), list(example.tools) or None, hint=gold_hint(example), max_new_tokens=MAX_NEW_TOKENS
+        )
+        for commit in rounds:
+            ids += [token for token in commit.tokens if token not in codec.eos_ids]
+            text = codec.decode(ids).rstrip("�")
+            scanner.feed(text[len(scanner.text) :])
+            found = next(iter(scanner.finished()), None)
+            if found is not None:
+                rounds.close()  # type: ignore[attr-defined]  # a generator
+                return checked_call(found[0], found[1], tools)
+        raise NoCall("cut off in a call" if scanner.open is not None else "no call")
+
+
+def parse_tool_call(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> Call:
+    """Read the first call of an OpenAI chat completion's message. Raises NoCall."""
+    made = message.get("tool_calls")
+    if isinstance(made, list) and made:
+        function = made[0].get("function") if isinstance(made[0], dict) else None
+        if not isinstance(function, dict):
+            raise NoCall("no call")
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except (TypeError, ValueError):
+            raise NoCall("arguments that are no JSON") from None
+        return checked_call(function.get("name"), arguments, tools)
+    scanner = CallScanner()
+    scanner.feed(str(message.get("content") or ""))
+    found = next(iter(scanner.finished()), None)
+    if found is None:
+        raise NoCall("no call")
+    return checked_call(found[0], found[1], tools)
+
+
+class EndpointTeacher:
+    """A model behind an OpenAI-compatible endpoint; safe to ask from several threads."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        key: str = "",
+        per_minute: float | None = None,
+        timeout_s: float = 120.0,
+        retries: int = 4,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`retries` = how often an answer that did not come is asked for again, with doubling pauses."""
+        if not base_url.startswith(("http://", "https://")):
+            raise UsageError(f"--base-url must begin with http:// or https://; got {base_url!r}.")
+        self.name, self.retries = model, retries
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=timeout_s, transport=transport)
+        self._pause_s = 60.0 / per_minute if per_minute else 0.0
+        self._next, self._lock = 0.0, threading.Lock()
+
+    def answer(self, example: Example) -> Call:
+        """Ask greedily; wait and ask again where the endpoint is busy or silent."""
+        tools = {tool.name: tool for tool in example.request()[0]}
+        body: dict[str, Any] = {"model": self.name, "messages": list(example.messages), "temperature": 0}
+        body["max_tokens"] = MAX_NEW_TOKENS
+        if example.tools:
+            body["tools"] = list(example.tools)
+        problem, wait_s = "", 1.0
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(wait_s)
+            self._wait_for_turn()
+            try:
+                response = self._client.post("/chat/completions", json=body)
+            except httpx.HTTPError as error:
+                problem, wait_s = f"{type(error).__name__}: {error}", min(60.0, 2.0**attempt)
+                continue
+            if response.status_code == 429 or response.status_code >= 500:
+                problem = f"status {response.status_code}"
+                wait_s = _retry_after(response, min(60.0, 2.0**attempt))
+                continue
+            if response.status_code != 200:
+                raise TeacherGone(
+                    f"{self.name} refused the request: status {response.status_code}, {response.text[:200]}"
+                )
+            return self._read(response, tools)
+        raise TeacherGone(f"{self.name} gave no answer in {self.retries + 1} attempts ({problem}); start again later.")
+
+    def _wait_for_turn(self) -> None:
+        """Keep to the rate, over all threads."""
+        with self._lock:
+            now = time.monotonic()
+            self._next = max(self._next, now) + self._pause_s
+            wait_s = self._next - self._pause_s - now
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+    @staticmethod
+    def _read(response: httpx.Response, tools: Mapping[str, Tool]) -> Call:
+        try:
+            message = response.json()["choices"][0]["message"]
+        except (ValueError, LookupError, TypeError):
+            raise NoCall("no chat completion") from None
+        if not isinstance(message, dict):
+            raise NoCall("no chat completion")
+        return parse_tool_call(message, tools)
+
+
+def _retry_after(response: httpx.Response, otherwise: float) -> float:
+    try:
+        return min(120.0, max(0.0, float(response.headers["retry-after"])))
+    except (KeyError, ValueError):
+        return otherwise

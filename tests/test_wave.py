@@ -1,0 +1,225 @@
+"""The packed wave and what a trained adapter changes in reading its answers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from ooospec.errors import UsageError
+from ooospec.sidecar import protocol
+from ooospec.sidecar.adapter import Habits, adapter_label, check_base, find_adapter, read_habits, shape_of, write_habits
+from ooospec.sidecar.branches import Branch, Trie
+from ooospec.sidecar.predictor import WavePredictor, is_mentioned
+from ooospec.sidecar.prompt import prefix_ids
+from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSlot, Turn
+
+SLOTS = (
+    ToolSlot("city", ("string",), True, "", ()),
+    ToolSlot("days", ("integer",), True, "", ()),
+    ToolSlot("unit", ("string",), True, "", ("celsius", "fahrenheit")),
+    ToolSlot("deep", (), True, "", ()),
+)
+SIGNATURES = (protocol.ToolSignature("get_weather", "Weather", SLOTS), protocol.ToolSignature("other", "x", SLOTS[:1]))
+REQUEST = Submit(1, SIGNATURES, (Turn("user", "Oslo for 3 days"),))
+
+
+def test_wave_answers_every_kind_of_slot(tiny):
+    predictor = WavePredictor(tiny, min_tool_chance=0.0)
+    answers = [m for m in predictor.wave(REQUEST) if m is not None]
+    assert isinstance(answers[0], Function)
+    assert set(answers[0].tools) == {0, 1}
+    found = {(m.tool, m.slot): m for m in answers[1:]}
+    assert isinstance(found[0, 2].value, str)
+    assert found[0, 2].value in ("celsius", "fahrenheit")
+    for (_, slot), message in found.items():
+        if slot == 0:
+            assert isinstance(message.value, str)
+        if slot == 1:
+            assert isinstance(message.value, int | float)
+        assert 1 <= message.percent <= 99
+    again = [m for m in WavePredictor(tiny, min_tool_chance=0.0).wave(REQUEST) if m is not None]
+    assert again == answers  # deterministic, and equal with a warm prefix:
+    assert [m for m in predictor.wave(REQUEST) if m is not None] == answers
+
+
+def test_large_inventories_ask_for_the_function_first(tiny):
+    small = WavePredictor(tiny, max_first_nodes=1, min_tool_chance=0.0)
+    large = WavePredictor(tiny, max_first_nodes=10_000, min_tool_chance=0.0)
+    one, two = ([m for m in p.wave(REQUEST) if isinstance(m, SlotValue)] for p in (small, large))
+    key = lambda m: (m.tool, m.slot)  # noqa: E731
+    assert [(key(m), m.value) for m in sorted(one, key=key)] == [(key(m), m.value) for m in sorted(two, key=key)]
+    assert small.stats.steps > large.stats.steps
+
+
+def test_a_branch_equals_asking_alone(tiny):
+    """The packed pass gives every question the same next token as a plain forward pass over its own text."""
+    predictor = WavePredictor(tiny)
+    prefix = prefix_ids(tiny, REQUEST.tools, REQUEST.dialogue)
+    predictor.model.begin(prefix)
+    predictor.model.prefill(prefix[:-1])
+    trie, names, branches = predictor._plant(REQUEST, prefix[-1], (0, 1))
+    first = predictor._pass(trie, names, branches)
+    for branch in branches:
+        asked = [trie.tokens[node] for node in trie.ancestors(branch.end)][1:]
+        with torch.inference_mode():
+            plain = tiny.model(torch.tensor([[*prefix, *asked]])).logits[0, -1].log_softmax(-1)
+        assert np.allclose(first.rows[branch.end].numpy(), plain.numpy(), atol=1e-4)
+
+
+def test_answers_stop_where_the_value_ends(codec):
+    trie = Trie([0])
+    string = Branch.plant(trie, codec, (0, "f"), (0, SLOTS[0]))
+    string.answer = codec.encode('Os"lo')
+    assert string.finish(codec) == (True, "Os")
+    string.answer = codec.encode(r"a \" b")
+    assert string.finish(codec) == (False, None)
+    number = Branch.plant(trie, codec, (0, "f"), (1, SLOTS[1]))
+    number.answer = codec.encode("12")
+    assert number.finish(codec)[0] is False
+    number.answer = codec.encode("12,")
+    assert number.finish(codec) == (True, 12)
+    free = Branch.plant(trie, codec, (0, "f"), (3, SLOTS[3]))
+    free.answer = codec.encode(' [1, "a"]}')
+    assert free.finish(codec) == (True, [1, "a"])
+
+
+@pytest.mark.parametrize(
+    ("value", "mentioned"),
+    [
+        ("Oslo", True),
+        ("osl", False),
+        (3, True),
+        (33, False),
+        (["Oslo", "3"], True),
+        ({}, False),
+        (None, False),
+        (True, False),
+    ],
+)
+def test_mentioned_values(value, mentioned):
+    assert is_mentioned(value, "In OSLO for 3 days") is mentioned
+
+
+def test_payload_is_small():
+    messages = [Function(7, (0, 1), (93, 5)), SlotValue(7, 0, 1, 88, "Reykjavik"), SlotValue(7, 0, 2, 90, 3)]
+    assert sum(len(protocol.encoder.encode(m)) for m in messages) < 50
+    assert json.dumps("x")
+
+
+LONG = "please repeat abc abc abc abcabc Reykjavik harbour Reykjavik harbour 1234512345 " * 3
+
+
+def test_copying_inside_the_wave_changes_no_answer(tiny, monkeypatch):
+    """Copied drafts are checked by the sidecar's own pass: fewer steps or as many, the same answers."""
+    tools = REQUEST.tools
+    request = Submit(7, tools, (Turn("user", LONG),))
+    found, steps = [], []
+    for rows in (1, 64):
+        monkeypatch.setattr("ooospec.sidecar.predictor.STEP_ROWS", rows)
+        predictor = WavePredictor(tiny)
+        found.append([answer for answer in predictor.wave(request) if answer is not None])
+        steps.append(predictor.stats.steps)
+    key = repr
+    assert sorted(found[0], key=key) == sorted(found[1], key=key)
+    assert steps[1] <= steps[0]
+
+
+def test_copy_index_continues_the_last_match():
+    from ooospec.sidecar.copying import CopyIndex
+
+    texts = ["a", " Oslo", "Oslo", " harbour", " today", '"', " in"]
+    index = CopyIndex([0, 1, 3, 6, 1, 4], texts)
+    assert index.continuation([5, 2], 2) == [4]  # a space more or less does not matter; the last place counts
+    assert index.continuation([2, 3], 2) == [6, 1]
+    assert index.continuation([0], 3) == []  # too short to start a copy
+    assert index.continuation([2], 0) == index.continuation([], 3) == []
+
+
+def test_function_choice_takes_off_what_a_name_scores_without_a_request(tiny_llama, monkeypatch):
+    predictor = WavePredictor(tiny_llama)
+    asked = []
+    real = predictor._pass
+    monkeypatch.setattr(predictor, "_pass", lambda *a: asked.append(len(a[0].tokens)) or real(*a))
+    first = [a for a in predictor.wave(REQUEST) if isinstance(a, Function)]
+    passes = len(asked)
+    again = [a for a in predictor.wave(REQUEST) if isinstance(a, Function)]
+    assert first == again
+    assert len(asked) - passes == passes - 1  # the prior of a tool list is asked for once
+
+
+# ---------------------------------------------------------------- trained sidecars
+
+OPTIONAL = tuple(ToolSlot(s.name, s.types, False, "", s.choices) for s in SLOTS)
+ASKED = Submit(2, (protocol.ToolSignature("get_weather", "Weather", OPTIONAL),), (Turn("user", "Weather, please"),))
+
+
+def answers(loaded, habits, request=ASKED):
+    return [m for m in WavePredictor(loaded, habits, min_tool_chance=0.0).wave(request) if isinstance(m, SlotValue)]
+
+
+def test_only_a_trained_sidecar_may_fill_what_nobody_mentioned(tiny):
+    untrained = answers(tiny, Habits())
+    assert all(not m.present for m in untrained)  # a random model's values stand nowhere in the dialogue
+    trained = answers(tiny, Habits(answers_null=True))
+    assert any(m.present for m in trained)
+
+
+def test_a_trained_sidecar_leaves_out_required_slots_too(tiny_llama, monkeypatch):
+    monkeypatch.setattr(WavePredictor, "_chance_of_null", lambda self, branch, row: 0.98)
+    required = answers(tiny_llama, Habits(answers_null=True), REQUEST)
+    assert required and all(not m.present and m.percent == 98 for m in required)
+
+
+def test_chance_of_null_is_asked_only_where_it_is_believed(tiny_llama):
+    predictor = WavePredictor(tiny_llama)
+    trie = Trie([0])
+    branch = Branch.plant(trie, tiny_llama.codec, (0, "f"), (0, SLOTS[0]))
+    row = torch.zeros(300).log_softmax(-1)
+    assert predictor._chance_of_null(branch, row) == 0.0  # required, untrained
+    branch.spec = OPTIONAL[0]
+    assert predictor._chance_of_null(branch, row) == pytest.approx(0.5)
+    row[branch.null] += 2.0
+    assert predictor._chance_of_null(branch, row) == pytest.approx(1 / (1 + np.exp(-2.0)))
+
+
+def test_scaling_changes_the_chances_and_no_answer(tiny):
+    plain, scaled = (answers(tiny, Habits(answers_null=True, value_shift=shift), REQUEST) for shift in (0.0, 1.0))
+    assert [(m.tool, m.slot, m.value) for m in plain] == [(m.tool, m.slot, m.value) for m in scaled]
+    percents = [(a.percent, b.percent) for a, b in zip(plain, scaled, strict=True) if a.present]
+    assert percents and all(b >= a for a, b in percents) and any(b > a for a, b in percents)
+
+
+def test_without_a_prior_no_neutral_dialogue_is_read(tiny_llama):
+    predictor = WavePredictor(tiny_llama, Habits(prior_weight=0.0))
+    list(predictor.wave(REQUEST))
+    assert predictor._priors == {}
+
+
+def test_habits_are_kept_beside_the_weights(tmp_path):
+    assert read_habits(None) == read_habits(str(tmp_path)) == Habits()
+    habits = Habits(base="b", base_shape={"hidden_size": 64}, answers_null=True, value_scale=1.5)
+    write_habits(tmp_path, habits)
+    assert read_habits(str(tmp_path)) == habits
+    (tmp_path / "ooospec.json").write_text('{"answers_null": 3}')
+    with pytest.raises(UsageError, match="damaged"):
+        read_habits(str(tmp_path))
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    habits = Habits(base="small", base_shape={"hidden_size": 64, "num_hidden_layers": 2})
+    check_base(habits, "a", "b", {"hidden_size": 64, "num_hidden_layers": 2})
+    with pytest.raises(UsageError, match=r"trained on small and does not fit sidecar 'b' \(hidden_size 64, here 128\)"):
+        check_base(habits, "a", "b", {"hidden_size": 128, "num_hidden_layers": 2})
+    assert shape_of({"hidden_size": 64, "vocab_size": None}) == {"hidden_size": 64}
+
+
+def test_the_shipped_adapter_is_found_by_the_sidecars_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("ooospec.sidecar.adapter.SHIPPED", tmp_path)
+    assert find_adapter("auto", "tiny") is None
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "adapter_config.json").write_text("{}")
+    assert find_adapter("auto", "tiny") == str(tmp_path / "tiny")
+    assert find_adapter("none", "tiny") is find_adapter(None, "tiny") is None
+    assert find_adapter("mine", "tiny") == "mine"
+    assert adapter_label("auto", "tiny") == "shipped" and adapter_label("mine", "tiny") == "mine"
