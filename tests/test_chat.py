@@ -167,12 +167,12 @@ def test_styles_are_learned_from_one_output(indent, key):
 
 def test_style_book_prefers_the_last_seen_and_forgets_nothing_else():
     book = StyleBook()
-    assert book.ranked("k", "<tool_call>")[0][0].opening == "<tool_call>\n"
-    book.learn("k", "", scanned('X {"name": "f", "arguments": {}}'))
-    assert book.ranked("k", "<tool_call>")[0][0].opening == "X "
-    book.learn("k", "", scanned("no call"))
-    assert book.ranked("k", "")[0][0].opening == "X "
-    assert book.ranked("other", "<tool_call>")[0][0].opening == "<tool_call>\n"
+    assert book.ranked("k", default_styles("<tool_call>"))[0][0].opening == "<tool_call>\n"
+    book.learn("k", default_styles(""), scanned('X {"name": "f", "arguments": {}}'))
+    assert book.ranked("k", default_styles("<tool_call>"))[0][0].opening == "X "
+    book.learn("k", default_styles(""), scanned("no call"))
+    assert book.ranked("k", default_styles(""))[0][0].opening == "X "
+    assert book.ranked("other", default_styles("<tool_call>"))[0][0].opening == "<tool_call>\n"
 
 
 @settings(max_examples=200)

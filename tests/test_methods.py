@@ -124,7 +124,7 @@ def test_memory_survives_a_dump():
     again = Memory(copy.dump())  # parts that nobody asked for are kept
     assert again.part(SuccessorTable).successors(7) == list(range(8))
     assert again.part(RetrievalMemory).nearest(np.array([1.0, 1.0])) == [[1, 2, 3]]
-    assert again.part(StyleBook).ranked("x", "")[0][0] == default_styles("<tool_call>")[0]
+    assert again.part(StyleBook).ranked("x", default_styles(""))[0][0] == default_styles("<tool_call>")[0]
 
 
 # ---------------------------------------------------------------- whole methods on tiny models

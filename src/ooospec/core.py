@@ -97,6 +97,8 @@ class DecodeContext:
     tools: tuple[Tool, ...]
     style_key: str = ""
     """Names the situation whose call style is learned together (target and kind of tool prompt)."""
+    call_format: str = "json"
+    """Name of the format calls are written in (`chat.formats`)."""
 
 
 @dataclass(frozen=True, slots=True)

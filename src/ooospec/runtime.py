@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ooospec.calibration import Calibrator
-from ooospec.chat.scanner import CallScanner
+from ooospec.chat.formats.registry import format_named
 from ooospec.chat.template import Conversation, check_messages, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
 from ooospec.core import Commit, DecodeContext, Hint, ToolCall
@@ -70,6 +70,7 @@ class Decoder:
         draft_optional: bool = False,
         max_nodes: int | None = None,
         budget: str = "measured",
+        call_format: str | None = None,
         prefix_cache_bytes: int = 1 << 30,
         progress: Progress | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class Decoder:
         parse_dtype(dtype)
         parse_device(device)
         check_policy(budget)
+        self.call_format = format_named(call_format).name if call_format is not None else None
         adapter = find_adapter(adapter, sidecar or "")
         check_adapter(adapter)
         if adapter and (sidecar is None or "://" in sidecar):
@@ -280,7 +282,8 @@ class _Request:
         self.decoder, self.salt, self.fixed_hint = decoder, salt, hint
         self.method = method_named(method)
         self.memory = memory if memory is not None else decoder.memories.setdefault(method, Memory())
-        self.conversation: Conversation = render(decoder.loaded.tokenizer, messages, tools)
+        self.conversation: Conversation = render(decoder.loaded.tokenizer, messages, tools, decoder.call_format)
+        self.call_format = format_named(self.conversation.call_format)
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()))
         self.chooser: Chooser = Sampler(temperature, seed) if temperature > 0 else Greedy()
         policy = check_policy(budget) if budget is not None else decoder.budget
@@ -316,7 +319,9 @@ class _Request:
             self.mailbox = decoder._client.submit(conversation.tools, turns, self.fresh)
         prompt_ids = decoder.loaded.codec.encode(conversation.prompt)
         key = f"{decoder.loaded.name}/{conversation.style_key}"
-        context = DecodeContext(decoder.loaded.codec, prompt_ids, self.output, conversation.tools, key)
+        context = DecodeContext(
+            decoder.loaded.codec, prompt_ids, self.output, conversation.tools, key, conversation.call_format
+        )
         decoder._mailbox = self.mailbox
         decoder._take_turns(self.mailbox)
         try:
@@ -354,7 +359,7 @@ class _Request:
         codec = self.decoder.loaded.codec
         shown = [token for token in self.output if token not in codec.eos_ids]
         text = codec.decode(shown)
-        scanner = CallScanner()
+        scanner = self.call_format.scanner(self.conversation.tools)
         scanner.feed(text)
         calls = tuple(ToolCall(*found) for found in scanner.finished()) if self.conversation.tools else ()
         return Generation(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ooospec.chat.scanner import CallScanner, CallSpans, Item
+from ooospec.chat.scanner import CallSpans, Item, Scanner
 from ooospec.chat.style import CallStyle
 from ooospec.chat.values import copied, ending, realigned
 from ooospec.core import Slot, SlotHint, Tool
@@ -73,14 +73,15 @@ def _plain(name: str) -> str:
     return "".join(char for char in name.lower() if char.isalnum())
 
 
-def continuations(scanner: CallScanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
+def continuations(scanner: Scanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
     """Yield texts that may follow the committed text in this style, each as pieces; END closes a whole answer."""
     text, call = scanner.text, scanner.open
     if call is None:
         yield from _outside(scanner, style, guess)
     elif call.name is None:
         for tool, chance in guess.tools:
-            yield from _after(text[call.start :], style.head, _named(style, guess, tool, tool.name, chance))
+            call_pieces = [Piece(style.head), *_named(style, guess, tool, tool.name, chance)]
+            yield from _after(text[call.start :], call_pieces)
     elif call.name.end is None:
         partial = text[call.name.start :]
         fitting = [(tool, chance) for tool, chance in guess.tools if tool.name.startswith(partial)]
@@ -101,32 +102,35 @@ END = Piece("", 0.9, "end")
 """Stands for the end of the output."""
 
 
-def _after(
-    done: str, literal: str, then: list[Piece], chance: float = STRUCTURE, kind: str = "structure"
-) -> Iterator[list[Piece]]:
-    """Yield the rest of `literal` and `then`, if `done` is a beginning of the literal."""
-    if literal.startswith(done):
-        rest = literal[len(done) :]
-        yield [Piece(rest, chance, kind), *then] if rest else then
+def _after(done: str, pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Yield what is left of `pieces` after `done`, if their text begins with it."""
+    for index, piece in enumerate(pieces):
+        if len(done) < len(piece.text):
+            if piece.text.startswith(done):
+                rest = replace(piece, text=piece.text[len(done) :]) if done else piece
+                yield [rest, *pieces[index + 1 :]]
+            return
+        if not done.startswith(piece.text):
+            return
+        done = done[len(piece.text) :]
 
 
-def _outside(scanner: CallScanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
+def _outside(scanner: Scanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
     text = scanner.text
-    heads = [[Piece(style.head), *_named(style, guess, tool, tool.name, chance)] for tool, chance in guess.tools]
+    calls = [[Piece(style.head), *_named(style, guess, tool, tool.name, chance)] for tool, chance in guess.tools]
     if scanner.calls:
         done = text[scanner.calls[-1].end :]
-        yield from _after(done, style.closing, [END], CLOSE, "close")
-        for head in heads:
-            yield from _after(done, style.between, head, SKIPPED, "another call")
+        yield from _after(done, [Piece(style.closing, CLOSE, "close"), END])
+        for call in calls:
+            yield from _after(done, [Piece(style.between, SKIPPED, "another call"), *call])
         return
-    overlap = _overlap(text, style.opening)
-    if overlap is None:
-        return
-    for head in heads:
-        if overlap or not text:
-            yield from _after(style.opening[:overlap], style.opening, head, STRUCTURE, "opening")
-        else:
-            yield from _after("", style.opening, head, SKIPPED, "late opening")
+    for call in calls:
+        overlap = _overlap(text, style.opening + "".join(piece.text for piece in call[:2]))
+        if overlap is None:
+            continue
+        begun = overlap or not text
+        opening = Piece(style.opening, STRUCTURE, "opening") if begun else Piece(style.opening, SKIPPED, "late opening")
+        yield from _after(text[len(text) - overlap :], [opening, *call])
 
 
 def _overlap(text: str, opening: str) -> int | None:
@@ -135,6 +139,11 @@ def _overlap(text: str, opening: str) -> int | None:
         if opening.startswith(text[-size:]) and (size == len(text) or text[-size - 1] == "\n"):
             return size
     return 0 if not text or text.endswith("\n\n") else None
+
+
+def _overlap_of(text: str, literal: str) -> int:
+    """Return how many characters at the end of the text begin the literal."""
+    return max((size for size in range(1, len(literal) + 1) if text.endswith(literal[:size])), default=0)
 
 
 def _named(style: CallStyle, guess: Guess, tool: Tool, rest_of_name: str, chance: float) -> list[Piece]:
@@ -167,28 +176,29 @@ def _items(style: CallStyle, guess: Guess, tool: Tool, slots: Sequence[Slot]) ->
             pieces.append(Piece(slot.name) if slot.required else Piece(slot.name, FREE_KEY, "free key"))
             recalled = guess.recall(tool.name, slot.name)
             if not recalled:
-                return [*pieces, Piece(style.colon + _value_opening(slot))]
+                return [*pieces, Piece(style.colon + _value_opening(style, slot))]
             pieces += [Piece(style.colon), Piece(recalled[0], RECALLED, "recalled")]
         else:
-            pieces += [Piece(slot.name, STRUCTURE, "key"), Piece(style.colon), _value(hint)]
+            pieces += [Piece(slot.name, STRUCTURE, "key"), Piece(style.colon), _value(style, hint)]
     if not pieces:
         return None
     return [*pieces, Piece(style.tail, CLOSE, "tail"), *_closing(style)]
 
 
-def _value(hint: SlotHint) -> Piece:
-    return Piece(to_json(hint.value), hint.confidence, f"value {int(5 * hint.confidence)}")
+def _value(style: CallStyle, hint: SlotHint) -> Piece:
+    return Piece(style.write(hint.value), hint.confidence, f"value {int(5 * hint.confidence)}")
 
 
-def _value_opening(slot: Slot) -> str:
+def _value_opening(style: CallStyle, slot: Slot) -> str:
     """Return the characters that every value of the slot's type begins with."""
     if slot.choices:
-        texts = [to_json(choice) for choice in slot.choices]
+        texts = [style.write(choice) for choice in slot.choices]
         shared = min(texts)
         while not all(text.startswith(shared) for text in texts):
             shared = shared[:-1]
         return shared
-    return {"string": '"', "array": "[", "object": "{"}.get("|".join(slot.types), "")
+    openings = {"string": "" if style.values == "raw" else '"', "array": "[", "object": "{"}
+    return openings.get("|".join(slot.types), "")
 
 
 def _inside(text: str, call: CallSpans, style: CallStyle, guess: Guess, tool: Tool) -> Iterator[list[Piece]]:
@@ -200,10 +210,10 @@ def _inside(text: str, call: CallSpans, style: CallStyle, guess: Guess, tool: To
     done = text[call.name.end :]
     items = _items(style, guess, tool, tool.slots)
     if items is not None:
-        yield from _after(done, style.middle, items)
+        yield from _after(done, [Piece(style.middle), *items])
     if items is None or not any(slot.required for slot in tool.slots):
         chance, kind = (STRUCTURE, "structure") if items is None else (SKIPPED, "empty call")
-        yield from _after(done, style.empty, _closing(style), chance, kind)
+        yield from _after(done, [Piece(style.empty, chance, kind), *_closing(style)])
 
 
 def _in_arguments(text: str, call: CallSpans, style: CallStyle, guess: Guess, tool: Tool) -> Iterator[list[Piece]]:
@@ -212,9 +222,8 @@ def _in_arguments(text: str, call: CallSpans, style: CallStyle, guess: Guess, to
     if item.key.end is None:
         partial = text[item.key.start :]
         for other in tool.slots:
-            if other.name not in seen and other.name.startswith(partial):
-                rest = _from_slot(style, guess, tool, other)
-                yield [Piece(other.name[len(partial) :]), *rest] if other.name != partial else rest
+            if other.name not in seen:
+                yield from _after(partial, [Piece(other.name), *_from_slot(style, guess, tool, other)])
         if guess.source is not None and partial and tool.slot(partial) is None:
             unknown = _from_slot(style, guess, tool, Slot(partial, (), False))
             yield [Piece(unknown[0].text, ENDING, "unknown key"), *unknown[1:]]
@@ -224,9 +233,7 @@ def _in_arguments(text: str, call: CallSpans, style: CallStyle, guess: Guess, to
         slot = Slot(item.key.of(text), (), False)
     if item.value is None:
         if slot is not None:
-            done = text[item.key.end :]
-            pieces = _from_slot(replace(style, colon=""), guess, tool, slot)
-            yield from _after(done, style.colon, pieces)
+            yield from _after(text[item.key.end :], _from_slot(style, guess, tool, slot))
     elif item.value.end is None:
         if slot is not None:
             yield from _in_value(text[item.value.start :], style, guess, tool, slot)
@@ -237,15 +244,14 @@ def _in_arguments(text: str, call: CallSpans, style: CallStyle, guess: Guess, to
 def _from_slot(style: CallStyle, guess: Guess, tool: Tool, slot: Slot) -> list[Piece]:
     """Write from the colon after a key the target has chosen, whatever was predicted about leaving it out."""
     hint = guess.values(tool.name, slot.name)
-    colon = [Piece(style.colon)] if style.colon else []
-    rest = _rest(style, guess, tool, slot.name)
+    colon, rest = Piece(style.colon), _rest(style, guess, tool, slot.name)
     if hint is not None and hint.present:
-        return [*colon, _value(hint), *rest]
+        return [colon, _value(style, hint), *rest]
     recalled = guess.recall(tool.name, slot.name)
     if recalled:
-        return [*colon, Piece(recalled[0], RECALLED, "recalled"), *rest]
-    opening = _value_opening(slot)
-    return [*colon, Piece(opening)] if opening else colon
+        return [colon, Piece(recalled[0], RECALLED, "recalled"), *rest]
+    opening = _value_opening(style, slot)
+    return [colon, Piece(opening)] if opening else [colon]
 
 
 def _rest(style: CallStyle, guess: Guess, tool: Tool, after: str) -> list[Piece]:
@@ -262,14 +268,16 @@ def _in_value(partial: str, style: CallStyle, guess: Guess, tool: Tool, slot: Sl
     """Go on inside a value: with the predicted one or a choice of the schema that begins like it."""
     hint = guess.values(tool.name, slot.name)
     rest = _rest(style, guess, tool, slot.name)
-    for value, chance, kind in _candidates(partial, guess, tool, slot, hint):
-        if value.startswith(partial):
-            yield [Piece(value[len(partial) :], chance, kind), *rest] if value != partial else rest
+    for value, chance, kind in _candidates(partial, style, guess, tool, slot, hint):
+        yield from _after(partial, [Piece(value, chance, kind), *rest])
+    if style.values == "raw" and (begun := _overlap_of(partial, rest[0].text)):
+        yield from _after(partial[-begun:], rest)
     if guess.source is None:
         return
-    if hint is not None and hint.present and (tail := realigned(partial, to_json(hint.value))):
+    if hint is not None and hint.present and (tail := realigned(partial, style.write(hint.value))):
         yield [Piece(tail, REALIGNED, "realigned"), *rest]
-    if (end := ending(partial)) is not None:
+    end = ending(partial) if style.values != "raw" else ("" if partial else None)
+    if end is not None:
         empty = partial in ('"', "{", "[")
         kind = "empty value" if empty else f"ending {slot.types[:1]}"
         chance = EMPTY if empty else ENDING
@@ -282,16 +290,16 @@ def _in_value(partial: str, style: CallStyle, guess: Guess, tool: Tool, slot: Sl
 
 
 def _candidates(
-    partial: str, guess: Guess, tool: Tool, slot: Slot, hint: SlotHint | None
+    partial: str, style: CallStyle, guess: Guess, tool: Tool, slot: Slot, hint: SlotHint | None
 ) -> Iterator[tuple[str, float, str]]:
-    """Yield whole values, as JSON text, with chance and kind."""
+    """Yield whole values as the style writes them, with chance and kind."""
     if hint is not None and hint.present:
-        yield to_json(hint.value), 0.9, "value begun"
-        if guess.source is not None:
+        yield style.write(hint.value), 0.9, "value begun"
+        if guess.source is not None and style.values == "json":
             for text in _retyped(hint.value):
                 yield text, RETYPED, "retyped"
     for choice in slot.choices:
-        yield to_json(choice), 1 / len(slot.choices), "choice"
+        yield style.write(choice), 1 / len(slot.choices), "choice"
     for text in guess.recall(tool.name, slot.name):
         yield text, RECALLED, "recalled begun"
     for text in guess.recent(partial):
@@ -303,7 +311,7 @@ def _retyped(value: Any) -> list[str]:
     if isinstance(value, bool) or value is None:
         return [json.dumps(str(value))]
     if isinstance(value, int | float | list | dict):
-        return [json.dumps(to_json(value), ensure_ascii=False)]
+        return [json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)]
     text = value.strip()
     return [text] if text and text.removeprefix("-").replace(".", "", 1).isdigit() else []
 
@@ -317,18 +325,14 @@ def _after_value(
     slots = [slot for slot in tool.slots if slot.name not in seen or slot.name == key]
     known = replace(tool, slots=tuple(slots))
     rest = _rest(style, guess, known, key)
-    yield from _after(done, rest[0].text, rest[1:], rest[0].chance, rest[0].kind)
+    yield from _after(done, rest)
     if rest[0].text != style.tail:
-        yield from _after(done, style.tail, _closing(style), SKIPPED, "early tail")
+        yield from _after(done, [Piece(style.tail, SKIPPED, "early tail"), *_closing(style)])
     else:  # the prediction ends the call here: the target may still fill an argument that was to be left out
         for slot in slots:
             if slot.name != key:
-                yield from _after(done, style.comma, [Piece(slot.name), Piece(style.colon)], SKIPPED, "extra key")
-
-
-def to_json(value: Any) -> str:
-    """Write a value the way models do: one line, literal UTF-8."""
-    return json.dumps(value, ensure_ascii=False)
+                extra = [Piece(style.comma, SKIPPED, "extra key"), Piece(slot.name), Piece(style.colon)]
+                yield from _after(done, extra)
 
 
 def is_writable(value: Any) -> bool:

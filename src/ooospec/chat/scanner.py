@@ -1,7 +1,8 @@
-"""Find JSON tool calls in a growing text, character by character.
+"""Find tool calls in a growing text, character by character.
 
 One scanner serves drafting, streaming and the final parse, so they cannot disagree; any division of the text into
-chunks gives the same calls. A JSON object counts as a call when it has a string `name` and an object `arguments` or
+chunks gives the same calls. Here are the parts all formats share and the commonest format; the others are in
+`chat.formats`. A JSON object counts as a call when it has a string `name` and an object `arguments` or
 `parameters`. Text that turns out not to be JSON is left as text; scanning goes on at the character that broke it, so
 the time is linear in the text.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +57,75 @@ class CallSpans:
         return self.name is not None and self.arguments is not None
 
 
-class CallScanner:
-    """Feed text in any chunks; `calls` holds the finished calls, `open` the object being written."""
+WAIT = -1
+"""What a step returns when it needs more text to decide."""
+
+
+class Scanner(ABC):
+    """Feed text in any chunks; `calls` holds the finished calls, `open` the one being written."""
 
     def __init__(self) -> None:
         self.text = ""
         self.calls: list[CallSpans] = []
         self.open: CallSpans | None = None
+        self._next = 0
+
+    def feed(self, chunk: str) -> None:
+        """Append text."""
+        self.text += chunk
+        while self._next < len(self.text):
+            following = self._step(self._next)
+            if following == WAIT:
+                return
+            self._next = following
+
+    @abstractmethod
+    def _step(self, i: int) -> int:
+        """Take the character at `i` or more; return the next index, or WAIT for more text."""
+
+    @property
+    def settled(self) -> int:
+        """Index before which no call begins that is not found yet."""
+        return self.open.start if self.open is not None else self._next
+
+    @property
+    def certain(self) -> bool:
+        """Tell whether the open call can only be a call: its name is known and its arguments have begun."""
+        call = self.open
+        return call is not None and call.is_call() and call.name is not None and call.name.end is not None
+
+    def finished(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield (name, arguments, arguments as JSON text) of every finished call; what json refuses is left out."""
+        for call in self.calls:
+            try:
+                yield self._read(call)
+            except (ValueError, RecursionError):
+                continue
+
+    def _read(self, call: CallSpans) -> tuple[str, dict[str, Any], str]:
+        assert call.name is not None
+        raw = self.arguments_text(call)
+        return call.name.of(self.text), json.loads(raw, strict=False, parse_constant=_refuse), raw
+
+    def arguments_text(self, call: CallSpans) -> str:
+        """Write the arguments of a call, as far as they have come, as JSON: only appended to as the text grows."""
+        return call.arguments.of(self.text) if call.arguments is not None else ""
+
+
+def held_back(text: str, start: int, markers: Iterable[str]) -> int:
+    """Return the index from which the end of `text[start:]` may be the beginning of a marker; len(text) if nowhere."""
+    longest = max(
+        (size for m in markers for size in range(min(len(m) - 1, len(text) - start), 0, -1) if text.endswith(m[:size])),
+        default=0,
+    )
+    return len(text) - longest
+
+
+class CallScanner(Scanner):
+    """Calls that are one JSON object: `name`, and `arguments` or `parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._stack: list[str] = []
         self._mode = "text"
         self._escaped = False
@@ -83,13 +147,6 @@ class CallScanner:
     def depth(self) -> int:
         """Number of open braces and brackets."""
         return len(self._stack)
-
-    def feed(self, chunk: str) -> None:
-        """Append text."""
-        index = len(self.text)
-        self.text += chunk
-        while index < len(self.text):
-            index = self._step(index)
 
     # ------------------------------------------------------------------ one character
 
@@ -171,6 +228,10 @@ class CallScanner:
                 self.open.arguments, self.open.arguments_key = Span(i), self._top_key
         elif self.in_arguments and self._top_key in ARGUMENT_KEYS and self.open.items:
             self.open.items[-1].value = Span(i)
+        self._push(char)
+
+    def _push(self, char: str) -> None:
+        """Go into the value that begins with `char`."""
         if char in "{[":
             self._stack.append(char)
             self._mode = "key_or_end" if char == "{" else "value_or_end"
@@ -207,18 +268,9 @@ class CallScanner:
         self.open, self._stack, self._mode, self._escaped = None, [], "text", False
         return i
 
-    # ------------------------------------------------------------------ reading the result
-
-    def finished(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield (name, arguments, raw arguments) of every finished call; calls that json refuses are left out."""
-        for call in self.calls:
-            assert call.name is not None and call.arguments is not None
-            raw = call.arguments.of(self.text)
-            try:
-                name = json.loads(f'"{call.name.of(self.text)}"', strict=False)
-                yield name, json.loads(raw, strict=False, parse_constant=_refuse), raw
-            except (ValueError, RecursionError):
-                continue
+    def _read(self, call: CallSpans) -> tuple[str, dict[str, Any], str]:
+        name, arguments, raw = super()._read(call)
+        return json.loads(f'"{name}"', strict=False), arguments, raw
 
 
 def _refuse(constant: str) -> Any:

@@ -6,13 +6,18 @@ indented object), so what a target wrote before outweighs what it was asked for.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
-from ooospec.chat.scanner import CallScanner, CallSpans
+from ooospec.chat.scanner import CallSpans, Scanner
 
 RECENT_KEPT = 200
+MAX_OPENING = 120
+"""Longer text before a call is words or reasoning, not a habit."""
 LEARNED_KEPT = 4
 """Learned styles kept per situation, most recent first."""
 
@@ -34,9 +39,27 @@ class CallStyle:
     empty: str
     between: str
     closing: str
+    values: str = "json"
+    """How values are written: json, python (literals) or raw (the bare text)."""
+
+    def write(self, value: Any) -> str:
+        """Write a value the way models do: one line, literal UTF-8."""
+        if self.values == "raw" and isinstance(value, str):
+            return value
+        return python_of(value) if self.values == "python" else json.dumps(value, ensure_ascii=False)
 
 
-def _style(opening: str, closing: str, between: str, key: str, indent: int = 0) -> CallStyle:
+def python_of(value: Any) -> str:
+    """Write a JSON value as the Python literal a target would write: double quotes, True, None."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(python_of, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{python_of(key)}: {python_of(item)}" for key, item in value.items()) + "}"
+    return repr(value) if isinstance(value, bool | None) else json.dumps(value, ensure_ascii=False)
+
+
+def object_style(opening: str, closing: str, between: str, key: str, indent: int = 0) -> CallStyle:
+    """Style of calls that are one JSON object, arguments under `key`."""
     if indent:
         one, two = "\n" + " " * indent, "\n" + " " * 2 * indent
         middle = f'",{one}"{key}": {{'
@@ -61,11 +84,11 @@ def default_styles(prompt: str) -> list[CallStyle]:
         '"parameters"' in prompt and '"arguments"' not in prompt
     )
     key = "parameters" if asks_parameters else "arguments"
-    tagged = _style("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n", key)
-    fenced = _style("```json\n", "\n```", "\n", key)
-    indented = _style("```json\n", "\n```", "\n", key, indent=2)
-    bare = _style("", "", "\n", key)
-    prompted = _style("```<tool_call>\n", "\n</tool_call>\n```", "\n", key)
+    tagged = object_style("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n", key)
+    fenced = object_style("```json\n", "\n```", "\n", key)
+    indented = object_style("```json\n", "\n```", "\n", key, indent=2)
+    bare = object_style("", "", "\n", key)
+    prompted = object_style("```<tool_call>\n", "\n</tool_call>\n```", "\n", key)
     listed = replace(fenced, opening="```<tool_call>\n", closing="\n```")
     if "```<tool_call>" in prompt:
         return [prompted, fenced, tagged, bare, indented, listed]
@@ -74,7 +97,7 @@ def default_styles(prompt: str) -> list[CallStyle]:
     return [bare, fenced, tagged, indented]
 
 
-def learn_style(scanner: CallScanner, fallback: CallStyle) -> CallStyle | None:
+def learn_style(scanner: Scanner, fallback: CallStyle) -> CallStyle | None:
     """Read the style off a finished output; parts it does not show come from `fallback`. None without a call."""
     if not scanner.calls:
         return None
@@ -83,7 +106,8 @@ def learn_style(scanner: CallScanner, fallback: CallStyle) -> CallStyle | None:
     for call in calls[::-1]:  # the first call has the last word
         shape = _learn_shape(text, call, shape)
     between = text[calls[0].end : calls[1].start] if len(calls) > 1 else shape.between
-    return replace(shape, opening=text[: calls[0].start], between=between, closing=text[calls[-1].end :])
+    opening = text[: calls[0].start] if calls[0].start <= MAX_OPENING else fallback.opening
+    return replace(shape, opening=opening, between=between, closing=text[calls[-1].end :])
 
 
 def _learn_shape(text: str, call: CallSpans, shape: CallStyle) -> CallStyle:
@@ -127,7 +151,7 @@ class ValueBook:
             return []
         return [value for value in reversed(self._recent) if value.startswith(partial) and value != partial][:2]
 
-    def learn(self, scanner: CallScanner) -> None:
+    def learn(self, scanner: Scanner) -> None:
         """Take note of the values in a finished output."""
         text = scanner.text
         for call in scanner.calls:
@@ -167,17 +191,17 @@ class StyleBook:
         """Read what `dump` wrote."""
         self._learned = msgspec.msgpack.decode(data, type=dict[str, list[CallStyle]])
 
-    def ranked(self, key: str, prompt: str) -> list[tuple[CallStyle, float]]:
-        """List styles with their chances: learned ones first (most recent best), then the prompt's defaults."""
+    def ranked(self, key: str, defaults: Sequence[CallStyle]) -> list[tuple[CallStyle, float]]:
+        """List styles with their chances: learned ones first (most recent best), then the defaults."""
         learned = self._learned.get(key, [])
-        styles = [*learned, *(s for s in default_styles(prompt) if s not in learned)]
+        styles = [*learned, *(style for style in defaults if style not in learned)]
         first = 0.9 if learned else 0.4
         rest = (1 - first) / max(1, len(styles) - 1)
         return [(style, first if index == 0 else rest) for index, style in enumerate(styles)]
 
-    def learn(self, key: str, prompt: str, scanner: CallScanner) -> None:
+    def learn(self, key: str, defaults: Sequence[CallStyle], scanner: Scanner) -> None:
         """Take note of a finished output."""
         learned = self._learned.setdefault(key, [])
-        style = learn_style(scanner, learned[0] if learned else default_styles(prompt)[0])
+        style = learn_style(scanner, learned[0] if learned else defaults[0])
         if style is not None:
             self._learned[key] = [style, *(s for s in learned if s != style)][:LEARNED_KEPT]

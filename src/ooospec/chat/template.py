@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jinja2
 
+from ooospec.chat.formats.registry import detect_format
 from ooospec.chat.schema import openai_tools, prose_tools, read_tools
 from ooospec.core import Tool
 from ooospec.errors import UsageError
@@ -35,6 +36,8 @@ class Conversation:
     messages: tuple[Message, ...]
     """What was said; without a system prompt that only lists tools as prose, which `tools` holds."""
     style_key: str
+    call_format: str
+    """Name of the format that the prompt asks for calls in."""
 
 
 _TOOL_PROMPT = """You may call one or more functions to assist with the user query.
@@ -72,7 +75,7 @@ def read_request(messages: Any, tools: Any = None) -> tuple[tuple[Message, ...],
     return checked, known, checked[1:] if known else checked
 
 
-def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> Conversation:
+def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_format: str | None = None) -> Conversation:
     """Render a request and read its tools, from `tools` or from the prose of a system prompt.
 
     A template that knows no tools (SmolLM2) gets them in a system message. Raises UsageError or ToolsError.
@@ -88,7 +91,9 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> Conver
         prompt = tokenizer.apply_chat_template(rendered, tools=listed, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"The target's chat template does not take these messages: {error}") from error
-    return Conversation(str(prompt), known, said, kind)
+    template = str(tokenizer.chat_template or "") if listed else ""
+    named = call_format or detect_format(template, str(prompt))[0].name
+    return Conversation(str(prompt), known, said, kind, named)
 
 
 def _plain_message(message: Message) -> Message:

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from ooospec.chat.codec import TextCodec, TextStream
 from ooospec.chat.drafter import END, Guess, Piece, continuations, is_writable
-from ooospec.chat.scanner import CallScanner
+from ooospec.chat.formats.registry import format_named
+from ooospec.chat.scanner import Scanner
 from ooospec.chat.style import CallStyle, StyleBook, ValueBook
 from ooospec.core import Commit, DecodeContext, Draft, Hint, SlotHint, Tool
 
@@ -41,8 +42,10 @@ class CallProposer:
             raise TypeError(f"CallProposer needs a TextCodec; got {type(context.codec).__name__}")
         self._context, self._codec = context, context.codec
         self._prompt = context.codec.decode(context.prompt_ids)
-        self._styles = self.book.ranked(context.style_key, self._prompt)
-        self._scanner = CallScanner()
+        call_format = format_named(context.call_format)
+        self._defaults = call_format.styles(self._prompt)
+        self._styles = self.book.ranked(context.style_key, self._defaults)
+        self._scanner = call_format.scanner(context.tools)
         self._stream: TextStream = context.codec.stream()
         self._committed = list(context.prompt_ids[-8:])
 
@@ -102,12 +105,12 @@ class CallProposer:
 
     def end(self) -> None:
         """Learn the style of the output for later requests."""
-        self.book.learn(self._context.style_key, self._prompt, self._scanner)
+        self.book.learn(self._context.style_key, self._defaults, self._scanner)
         if self.values is not None:
             self.values.learn(self._scanner)
 
 
-def _by_chance(scanner: CallScanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess) -> Iterator[list[Piece]]:
+def _by_chance(scanner: Scanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess) -> Iterator[list[Piece]]:
     """Yield continuations over all styles, the opening's chance weighted by the style's."""
     for style, weight in styles:
         for pieces in continuations(scanner, style, guess):

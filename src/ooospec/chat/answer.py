@@ -1,0 +1,214 @@
+"""Split an answer into content, reasoning and calls while it is being written.
+
+One scanner decides where calls are, so the streamed view and the whole one cannot differ: feeding an answer in any
+chunks gives the same joined deltas. Text that may still become a marker or a call is held until that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ooospec.chat.formats.registry import CallFormat
+from ooospec.chat.scanner import CallSpans, held_back
+from ooospec.core import Tool
+
+THINK = ("<think>", "</think>")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Words of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Words inside the reasoning block."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call's name is known."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsGrow:
+    """More of a call's arguments, as JSON text."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | CallBegins | ArgumentsGrow
+
+
+class AnswerStream:
+    """Turns text as it comes into events. `thinking` = the prompt ends inside a reasoning block."""
+
+    def __init__(
+        self, call_format: CallFormat | None, tools: Sequence[Tool], thinking: bool = False, reasons: bool = False
+    ) -> None:
+        """`call_format` None = calls are not looked for; `reasons` = a reasoning block may open the answer."""
+        self._scanner = call_format.scanner(tools) if call_format is not None and tools else None
+        self._openers = _longest_first(call_format.openers) if self._scanner and call_format else []
+        self._closers = _longest_first(call_format.closers) if self._scanner and call_format else []
+        self._markers = _longest_first([*self._openers, *self._closers])
+        self._tags = [marker for marker in self._markers if marker.startswith(("<", "[TOOL"))]  # no ordinary text
+        self._thinking, self._undecided = thinking, reasons and not thinking
+        self._text = ""  # what has not been told apart yet
+        self._shown = 0  # characters of the scanner's text that are out or dropped
+        self._calls = 0  # calls whose end has been seen
+        self._begun: CallSpans | None = None
+        self._sent = ""  # arguments of the begun call that are out
+        self._said = False  # words have been sent
+        self._after_call = False  # no words since the last call
+        self._space = ""  # spaces that are sent only if words follow
+
+    def push(self, text: str) -> list[Event]:
+        """Take more text; return what it settles."""
+        return list(self._push(text, final=False))
+
+    def close(self) -> list[Event]:
+        """Say that the answer is over; return what was held back."""
+        return list(self._push("", final=True))
+
+    # ------------------------------------------------------------------ reasoning
+
+    def _push(self, text: str, final: bool) -> Iterator[Event]:
+        self._text += text
+        if self._undecided:
+            start = self._text.lstrip()
+            if not final and THINK[0].startswith(start) and start != THINK[0]:
+                return
+            self._undecided = False
+            if start.startswith(THINK[0]):
+                self._thinking, self._text = True, start[len(THINK[0]) :]
+        if self._thinking:
+            yield from self._reason(final)
+        if not self._thinking and (self._text or final):
+            text, self._text = self._text, ""
+            yield from self._answer(text, final)
+
+    def _reason(self, final: bool) -> Iterator[Event]:
+        at = self._text.find(THINK[1])
+        cut = at if at >= 0 else len(self._text) if final else held_back(self._text, 0, THINK[1:])
+        thought, self._text = self._text[:cut], self._text[cut:]
+        if thought:
+            yield Reasoning(thought)
+        if at >= 0:
+            self._thinking, self._text = False, self._text[len(THINK[1]) :]
+
+    # ------------------------------------------------------------------ content and calls
+
+    def _answer(self, text: str, final: bool) -> Iterator[Event]:
+        scanner = self._scanner
+        if scanner is None:
+            if text:
+                yield Content(text)
+            return
+        scanner.feed(text)
+        for call in scanner.calls[self._calls :]:
+            yield from self._between(call.start)
+            yield from self._call(call)
+            assert call.end is not None
+            self._calls, self._begun, self._sent, self._shown = self._calls + 1, None, "", call.end
+            self._after_call = True
+        if scanner.open is not None and scanner.certain:
+            yield from self._between(scanner.open.start)
+            yield from self._call(scanner.open)
+            return
+        yield from self._words(len(scanner.text) if final else scanner.settled, final)
+
+    def _between(self, stop: int) -> Iterator[Event]:
+        """Send the words before a call that begins at `stop`, without the markers next to the call."""
+        assert self._scanner is not None
+        words = self._without_ending(self._without_beginning(self._scanner.text[self._shown : stop]))
+        self._shown = max(self._shown, stop)
+        if words.strip():
+            yield from self._say(words)
+        self._space = ""
+
+    def _words(self, stop: int, final: bool) -> Iterator[Event]:
+        """Send words that can no longer belong to a call."""
+        assert self._scanner is not None
+        text = self._scanner.text[self._shown : stop]
+        rest = self._without_beginning(text)
+        if self._after_call and not final and self._may_be_marker(rest):
+            return
+        if final:
+            self._shown += len(text)
+            yield from self._say(rest)
+            return
+        kept = self._without_ending(rest) if self._scanner.open is not None else self._certain_words(rest)
+        self._shown += len(text) - len(rest) + len(kept)
+        yield from self._say(kept)
+
+    def _say(self, words: str) -> Iterator[Event]:
+        """Send words; spaces at their end wait for more words, those before the first are dropped."""
+        for tag in self._tags:
+            words = words.replace(tag, "")
+        text = self._space + words
+        body = text.rstrip()
+        if not body:
+            self._space = text if self._said else ""
+            return
+        self._space = text[len(body) :]
+        if not self._said:
+            body = body.lstrip()
+        self._said, self._after_call = True, False
+        yield Content(body)
+
+    def _call(self, call: CallSpans) -> Iterator[Event]:
+        scanner = self._scanner
+        assert scanner is not None and call.name is not None
+        if self._begun is not call:
+            self._begun, self._sent = call, ""
+            yield CallBegins(self._calls, call.name.of(scanner.text))
+        text = scanner.arguments_text(call)
+        if len(text) > len(self._sent):
+            yield ArgumentsGrow(self._calls, text[len(self._sent) :])
+            self._sent = text
+
+    # ------------------------------------------------------------------ markers
+
+    def _without_ending(self, text: str) -> str:
+        """Cut what opens a call, and spaces around it, off the end."""
+        while True:
+            bare = text.rstrip()
+            marker = next((m for m in self._openers if bare.endswith(m)), None)
+            if marker is None:
+                return text
+            text = bare[: len(bare) - len(marker)]
+
+    def _certain_words(self, text: str) -> str:
+        """Cut off what may become a marker, or is one that may open a call."""
+        while True:
+            kept = self._without_ending(text[: held_back(text, 0, self._markers)])
+            if kept == text:
+                return text
+            text = kept
+
+    def _without_beginning(self, text: str) -> str:
+        """Cut what closes a call off the beginning."""
+        while self._after_call:
+            bare = text.lstrip()
+            marker = next((m for m in self._markers if bare.startswith(m)), None)
+            if marker not in self._closers:
+                return text
+            text = bare[len(marker) :]
+        return text
+
+    def _may_be_marker(self, text: str) -> bool:
+        bare = text.strip()
+        return not bare or any(marker.startswith(bare) for marker in self._markers)
+
+
+def _longest_first(markers: Sequence[str]) -> list[str]:
+    return sorted(markers, key=len, reverse=True)

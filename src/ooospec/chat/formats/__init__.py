@@ -1,0 +1,1 @@
+"""Call formats: one scanner and one set of styles each."""

@@ -1,0 +1,136 @@
+"""Calls as Python: `[get_weather(city="Oslo", days=3)]`, as Llama 3.2 and 4 write them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span
+from ooospec.core import Tool
+
+_KEY = re.compile(r"[^\W\d]\w*")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+class PythonScanner(Scanner):
+    """Calls of known tools with keyword arguments; other text with parentheses is no call."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__()
+        names = sorted((tool.name for tool in tools), key=len, reverse=True)
+        self._longest = max(map(len, names), default=0) + 1
+        self._call = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, names)) or '(?!)'})\(")
+        self._mode, self._quote, self._stack = "text", "", list[str]()
+
+    def _step(self, i: int) -> int:
+        if self._mode == "text":
+            return self._seek(i)
+        if self._mode == "key":
+            return self._read_key(i)
+        return self._read_value(i)
+
+    def _seek(self, i: int) -> int:
+        found = self._call.search(self.text, i)
+        if found is None:
+            return max(i, len(self.text) - self._longest) if len(self.text) - self._longest > i else WAIT
+        name = Span(found.start(), found.end() - 1)
+        self.open = CallSpans(found.start(), name, Span(found.end()), "")
+        self._mode = "key"
+        return found.end()
+
+    def _read_key(self, i: int) -> int:
+        assert self.open is not None
+        char = self.text[i]
+        if char in " \n\t,":
+            return i + 1
+        if char == ")":
+            return self._finish(i)
+        found = _KEY.match(self.text, i)
+        if found is None:
+            return self._abort()
+        items = self.open.items
+        if not items or items[-1].key.end is not None:
+            items.append(Item(Span(i)))
+        rest = self.text[found.end() :]
+        if not rest.strip():
+            return WAIT
+        after = found.end() + len(rest) - len(rest.lstrip())
+        if self.text[after] != "=":
+            return self._abort()
+        items[-1].key.end, self._mode, self._stack, self._quote = found.end(), "value", [], ""
+        return after + 1
+
+    def _read_value(self, i: int) -> int:
+        assert self.open is not None
+        item, char = self.open.items[-1], self.text[i]
+        if item.value is None:
+            if char in " \n\t":
+                return i + 1
+            item.value = Span(i)
+        if self._quote:
+            return self._in_quotes(i)
+        if char in "\"'":
+            self._quote = char
+        elif char in _CLOSING:
+            self._stack.append(_CLOSING[char])
+        elif self._stack and char == self._stack[-1]:
+            self._stack.pop()
+        elif not self._stack and char in ",)":
+            item.value.end = len(self.text[:i].rstrip()) if self.text[i - 1].isspace() else i
+            self._mode = "key"
+            return i
+        elif char in ")]}":
+            return self._abort()
+        return i + 1
+
+    def _in_quotes(self, i: int) -> int:
+        if self.text[i] == "\\":
+            return i + 2 if i + 1 < len(self.text) else WAIT
+        if self.text[i] == self._quote:
+            self._quote = ""
+        return i + 1
+
+    def _finish(self, i: int) -> int:
+        assert self.open is not None and self.open.arguments is not None
+        self.open.arguments.end, self.open.end = i, i + 1
+        self.calls.append(self.open)
+        self.open, self._mode = None, "text"
+        return i + 1
+
+    def _abort(self) -> int:
+        """Give the call up as plain text and go on after its name."""
+        assert self.open is not None and self.open.arguments is not None
+        after = self.open.arguments.start
+        self.open, self._mode, self._quote, self._stack = None, "text", "", []
+        return after
+
+    def arguments_text(self, call: CallSpans) -> str:
+        """Write the finished arguments as JSON."""
+        done = ((item.key.of(self.text), item.value) for item in call.items)
+        pairs = [(key, json_of_python(value.of(self.text))) for key, value in done if value and value.end is not None]
+        return as_object(pairs, call.end is not None)
+
+
+def as_object(pairs: Iterable[tuple[str, str]], finished: bool) -> str:
+    """Write (key, JSON value) pairs as an object, open as long as more may come."""
+    inner = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in pairs)
+    return "{" + inner + ("}" if finished else "")
+
+
+def json_of_python(text: str) -> str:
+    """Rewrite a Python literal as JSON; numbers keep their digits. Raises ValueError for what is none."""
+    if _NUMBER.fullmatch(text):
+        return text
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    words: dict[str, Any] = {"true": True, "false": False, "null": None}
+    if text in words:
+        return json.dumps(words[text])
+    json.loads(text)
+    return text

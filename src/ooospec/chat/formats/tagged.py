@@ -1,0 +1,167 @@
+"""Calls as tags with one element an argument: Qwen3-Coder's `<function=..>` and GLM's `<arg_key>`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ooospec.chat.formats.pythonic import as_object
+from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span, held_back
+from ooospec.core import Slot, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Literal text around the parts of a call."""
+
+    call: str
+    name_end: str
+    key: str
+    value: str
+    """From the end of a key to the beginning of its value."""
+    value_end: str
+    end: str
+
+
+class TagScanner(Scanner):
+    """Calls `call name name_end (key k value v value_end)* end`; a line break beside a value is not part of it."""
+
+    def __init__(self, tags: Tags, tools: Sequence[Tool]) -> None:
+        super().__init__()
+        self._tags, self._mode = tags, "text"
+        self._tools = {tool.name: tool for tool in tools}
+
+    def _step(self, i: int) -> int:
+        return {"text": self._seek, "name": self._name, "body": self._body, "key": self._key, "value": self._value}[
+            self._mode
+        ](i)
+
+    def _find(self, literal: str, i: int) -> tuple[int, int]:
+        """Return (where the literal stands or -1, where to go on if it does not)."""
+        at = self.text.find(literal, i)
+        held = held_back(self.text, i, (literal,)) if at < 0 else at
+        return at, held if held > i else WAIT
+
+    def _seek(self, i: int) -> int:
+        at, later = self._find(self._tags.call, i)
+        if at < 0:
+            return later
+        start = at + len(self._tags.call)
+        self.open, self._mode = CallSpans(at, name=Span(start)), "name"
+        return start
+
+    def _name(self, i: int) -> int:
+        assert self.open is not None and self.open.name is not None
+        stop = self._tags.name_end.strip() or "\n"
+        at, later = self._find(stop, i)
+        ends = [at] if at >= 0 else []
+        ends += [found for found in (self.text.find(self._tags.key.strip(), i),) if found >= 0]
+        if not ends:
+            return later
+        at = min(ends)
+        name = self.text[self.open.name.start : at].strip()
+        if not name or "\n" in name or "<" in name:
+            return self._abort()
+        self.open.name.end = self.open.name.start + len(self.text[self.open.name.start : at].rstrip())
+        self.open.arguments, self.open.arguments_key, self._mode = Span(at), "", "body"
+        return at + len(stop) if self.text.startswith(stop, at) and stop != "\n" else at
+
+    def _body(self, i: int) -> int:
+        """Between arguments: the next one, or the end of the call."""
+        assert self.open is not None and self.open.arguments is not None
+        while i < len(self.text) and self.text[i].isspace():
+            i += 1
+        key, end = self._tags.key.strip(), self._tags.end.strip()
+        rest = self.text[i : i + max(len(key), len(end))]
+        if rest.startswith(key):
+            self.open.items.append(Item(Span(i + len(key))))
+            self._mode = "key"
+            return i + len(key)
+        if rest.startswith(end):
+            self.open.arguments.end, self.open.end = i, i + len(end)
+            self.calls.append(self.open)
+            self.open, self._mode = None, "text"
+            return i + len(end)
+        return WAIT if key.startswith(rest) or end.startswith(rest) else self._abort()
+
+    def _key(self, i: int) -> int:
+        assert self.open is not None
+        key = self.open.items[-1].key
+        if key.end is None:
+            at, later = self._find(self._tags.value.split("\n")[0], i)
+            if at < 0:
+                return later
+            key.end = at
+            return at
+        after = key.end
+        for part in filter(None, self._tags.value.split("\n")):
+            while after < len(self.text) and self.text[after].isspace():
+                after += 1
+            if not self.text.startswith(part, after):
+                return WAIT if part.startswith(self.text[after:]) else self._abort()
+            after += len(part)
+        if self._tags.value.endswith("\n"):
+            if after == len(self.text):
+                return WAIT
+            after += self.text[after] == "\n"
+        self.open.items[-1].value, self._mode = Span(after), "value"
+        return after
+
+    def _value(self, i: int) -> int:
+        assert self.open is not None and self.open.items[-1].value is not None
+        stop = self._tags.value_end.strip()
+        at, later = self._find(stop, i)
+        if at < 0:
+            return later
+        value = self.open.items[-1].value
+        value.end = at - (self._tags.value_end.startswith("\n") and at > value.start and self.text[at - 1] == "\n")
+        self._mode = "body"
+        return at + len(stop)
+
+    def _abort(self) -> int:
+        """Give the call up as plain text and go on after its first tag."""
+        assert self.open is not None
+        after = self.open.start + len(self._tags.call)
+        self.open, self._mode = None, "text"
+        return after
+
+    def arguments_text(self, call: CallSpans) -> str:
+        """Write the finished arguments as JSON, each value as its slot's type says."""
+        assert call.name is not None
+        tool = self._tools.get(call.name.of(self.text))
+        pairs = []
+        for item in call.items:
+            if item.value is not None and item.value.end is not None:
+                name = item.key.of(self.text)
+                pairs.append((name, json_of_raw(item.value.of(self.text), tool.slot(name) if tool else None)))
+        return as_object(pairs, call.end is not None)
+
+
+def json_of_raw(text: str, slot: Slot | None) -> str:
+    """Write raw text as JSON: as it is if it is JSON of a type the slot takes, else as a string."""
+    types = slot.types if slot is not None else ()
+    if types != ("string",):
+        try:
+            value = json.loads(text, strict=False)
+        except (ValueError, RecursionError):
+            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+            text = json.dumps(value)
+        if not isinstance(value, str) and (not types or _type_of(value) in types or "string" not in types):
+            return text.strip()
+    return json.dumps(text if types == ("string",) else _raw(text), ensure_ascii=False)
+
+
+def _raw(text: str) -> str:
+    """Take the quotes off a JSON string."""
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, str) else text
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+    return names.get(type(value), "string")
