@@ -52,7 +52,7 @@ class ScriptedTarget:
 
     def commit(self, tree, path):
         new = list(self._paths[path[-1]])
-        following = [*self.committed, *new]
+        following = [*self.committed, *new][: len(self.script)]  # what comes after the end is cut off by the loop
         assert following == self.script[: len(following)]
         self.committed = self.script[: len(following) + 1]
 

@@ -15,11 +15,12 @@ from ooospec.engine import decode
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
 from ooospec.planner import Budget
+from ooospec.sampling import Sampler, Sampling
 from ooospec.stopping import Limits
 from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache
 from ooospec.tree import CandidateTree, build_tree
-from ooospec.verify import Greedy, Sampler, accept
+from ooospec.verify import Greedy, accept
 
 PROMPT = list(b"Call a tool to find the weather in Oslo, please. ")
 
@@ -291,15 +292,16 @@ def test_prefill_chunks_change_nothing(tiny, chunk):
 
 def test_sampling_with_one_seed_is_the_same_with_and_without_drafts(tiny):
     for seed in range(3):
-        plain = run(tiny, [], chooser=Sampler(1.0, seed))[0]
-        assert run(tiny, [Scripted(noisy(plain, seed))], chooser=Sampler(1.0, seed))[0] == plain
+        plain, drafted = (Sampler(Sampling(temperature=1.0, seed=seed)) for _ in range(2))
+        expected = run(tiny, [], chooser=plain)[0]
+        assert run(tiny, [Scripted(noisy(expected, seed))], chooser=drafted)[0] == expected
 
 
 def test_sampled_acceptance_has_the_target_distribution():
     """Draw-and-follow over a fixed tree: second tokens are distributed as the target says (chi-square)."""
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     tree = build_tree(0, [Draft.uniform((2, 3), "s", 0.9, 0.9), Draft.uniform((4,), "s", 0.5, 0.5)], 8)
-    sampler, counts, draws = Sampler(1.0, 3), np.zeros(6), 6000
+    sampler, counts, draws = Sampler(Sampling(temperature=1.0, seed=3)), np.zeros(6), 6000
     for _ in range(draws):
         accepted = accept(tree, logits, sampler)
         first = tree.tokens[accepted.path[1]] if len(accepted.path) > 1 else accepted.bonus

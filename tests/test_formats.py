@@ -22,6 +22,7 @@ TOOLS = read_tools(
         for name in ("get_weather", "other")
     ]
 )
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="<>"), max_size=12)
 SIMPLE = (
     WORDS | st.integers(-(2**53), 2**53) | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.none()
@@ -29,7 +30,7 @@ SIMPLE = (
 ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
-        "s": WORDS.map(str.strip), "i": st.integers(-(2**70), 2**70), "f": st.floats(allow_nan=False, allow_infinity=False),
+        "s": WORDS.map(str.strip), "i": st.integers(-(2**70), 2**70), "f": FLOATS,
         "b": st.booleans(), "l": st.lists(SIMPLE, max_size=3), "o": st.dictionaries(WORDS, SIMPLE, max_size=2),
     },
 )  # fmt: skip
@@ -95,8 +96,8 @@ def test_drafts_go_on_from_every_point_of_a_call(name, data):
 def test_no_text_breaks_a_scanner_and_chunks_do_not_matter(name, data):
     call_format = FORMATS[name]
     style = call_format.styles("")[0]
-    parts = ["get_weather", "s", '"x"', "1", "{", "}", "(", ")", "[", "]", ",", "=", "\n", " ", "é", "<", "'", "\\", style.head,
-             style.opening, style.middle, style.colon, style.comma, style.tail, style.closing, style.between]  # fmt: skip
+    parts = ["get_weather", "s", '"x"', *"1{}()[],=\n é<'\\", style.head, style.opening, style.middle, style.colon]
+    parts += [style.comma, style.tail, style.closing, style.between]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=25)))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
     assert scan(call_format, text, cuts) == scan(call_format, text)
@@ -137,10 +138,11 @@ SAMPLES = {
     '{"s": "Oslo", "i": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"s": "Oslo", "i": 3}<|tool_call_end|><|tool_calls_section_end|>',
-    "harmony": '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"s": "Oslo", "i": 3}<|call|>',
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"s": "Oslo", "i": 3}<|call|>',
     "function_tag": '<function=get_weather>{"s": "Oslo", "i": 3}</function>',
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=s>\nOslo\n</parameter>\n<parameter=i>\n3\n</parameter>\n"
-    "</function>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=s>\nOslo\n</parameter>\n"
+    "<parameter=i>\n3\n</parameter>\n</function>\n</tool_call>",
     "glm": "<tool_call>get_weather\n<arg_key>s</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>i</arg_key>\n"
     "<arg_value>3</arg_value>\n</tool_call>",
     "pythonic": '[get_weather(s="Oslo", i=3)]',
@@ -210,7 +212,7 @@ def test_python_literals():
 TEMPLATES = {
     "hermes": 'return a json object within <tool_call></tool_call> tags: {"name": .., "arguments": ..}',
     "llama3_json": 'in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
-    "pythonic": "in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    "pythonic": "in the format of [func_name1(params_name1=params_value1, ...), func_name2(params)]",
     "mistral": "{{ '[AVAILABLE_TOOLS] ' }} {{ '[TOOL_CALLS] [' }}",
     "mistral_named": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
     "qwen3_coder": '<tool_call>\n<function=example>\n<parameter=one>\nvalue "arguments"',

@@ -285,6 +285,76 @@ def doctor(
 
 @app.command()
 @clean_errors
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")] = (
+        DEFAULT_TARGET
+    ),
+    sidecar: Sidecar = DEFAULT_SIDECAR,
+    adapter: Adapter = "auto",
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that requests use; may be given several times.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = all networks.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that requests must send; also OOOSPEC_API_KEY. Default: none.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=8, help="Longest prompt and answer together.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Jinja file, or template text, instead of the model's.")
+    ] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="Call format; default: read off the template.")] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Accepted for vLLM's sake: <think> blocks are always told apart.")
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Accepted for vLLM's sake: it is always on.")
+    ] = True,
+    speculative_config: Annotated[
+        str | None, typer.Option(help='JSON: {"method": "ooo", "num_speculative_tokens": 63}.')
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
+    request_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds a request may take, waiting included.")
+    ] = 600.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body.")] = 4 << 20,
+    ui: Annotated[bool, typer.Option(help="Serve the inspector at /ui.")] = True,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    placement: PlacementName = "shared",
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same names as these flags.")] = None,
+) -> None:
+    """Serve an OpenAI-compatible API (chat completions with tools, streaming, metrics, an inspector at /ui)."""
+    from ooospec.server.command import (
+        apply_template,
+        merged,
+        parser_format,
+        read_settings,
+        run_server,
+        speculative_options,
+    )  # fmt: skip
+
+    flags = {name: value for name, value in context.params.items() if name != "config"}
+    values = merged(flags, lambda name: "COMMANDLINE" in str(context.get_parameter_source(name)), config)
+    speculation = speculative_options(values["speculative_config"])
+    call_format = parser_format(values["tool_call_parser"])
+    settings = read_settings(values)
+    options = {name: values[name] for name in ("adapter", "dtype", "device", "placement")}
+    if speculation.get("num_speculative_tokens"):
+        options["max_nodes"] = speculation["num_speculative_tokens"] + 1
+    method = speculation.get("method", "ooo")
+    beside = values["sidecar"] if method == "ooo" else "none"
+    with _decoder(settings.model, beside, call_format=call_format, **options) as decoder:
+        decoder.default_method = method
+        apply_template(decoder, settings.chat_template)
+        if settings.max_model_len is not None:
+            decoder.target.limit_context(settings.max_model_len)
+        run_server(decoder, settings)
+
+
+@app.command()
+@clean_errors
 def sidecar(
     model: Annotated[str, typer.Option(help="Model as for --target.")] = DEFAULT_SIDECAR,
     adapter: Adapter = "auto",

@@ -99,6 +99,10 @@ class DecodeContext:
     """Names the situation whose call style is learned together (target and kind of tool prompt)."""
     call_format: str = "json"
     """Name of the format calls are written in (`chat.formats`)."""
+    thinking: bool = False
+    """The prompt ends inside a reasoning block; calls are drafted after its end."""
+    reasons: bool = False
+    """The answer may begin with a reasoning block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,15 @@ class TopTokens:
 
     tokens: Sequence[int]
     successors: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChances:
+    """Log-probability of a committed token, and of the likeliest ones in its place, best first."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,8 @@ class Commit:
     prompt_state: NDArray[np.float32] | None = None
     """First round only: the target's last hidden state at the prompt's end. [H]"""
     finish_reason: str | None = None
+    chances: tuple[TokenChances, ...] = ()
+    """One per token, where log-probabilities are asked for."""
 
 
 @dataclass(frozen=True, slots=True)

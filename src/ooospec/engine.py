@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ooospec.calibration import Calibrator
-from ooospec.core import BONUS, Commit, DecodeContext, Proposer, TopTokens
+from ooospec.core import BONUS, Commit, DecodeContext, Draft, Proposer, TopTokens
 from ooospec.errors import ContextLengthError
 from ooospec.planner import Budget, Planner
 from ooospec.stopping import Limits
@@ -60,7 +60,8 @@ def decode(
         while finish is None:
             start = time.perf_counter()
             room = limits.max_new_tokens - len(output) - 1
-            drafts = [draft for proposer in proposers for draft in proposer.propose()]
+            offered = (_clipped(draft, chooser) for proposer in proposers for draft in proposer.propose())
+            drafts = [draft for draft in offered if draft.tokens]
             tree = planner.plan(root, drafts, room, len(lead))
             proposed = time.perf_counter()
             rows = target.verify(tree, lead, all_rows=wants_prompt_top and number == 0)
@@ -87,6 +88,7 @@ def decode(
                 prompt_top=_joined(read) if wants_prompt_top and number == 0 else None,
                 prompt_state=target.last_hidden[0].astype(np.float32) if number == 0 else None,
                 finish_reason=finish,
+                chances=tuple(chooser.chances[:kept]),
             )
             for proposer in proposers:
                 proposer.observe(commit)
@@ -101,6 +103,14 @@ def decode(
 
 def _top(tokens: Sequence[int], logits: Tensor) -> TopTokens:
     return TopTokens(tokens, top_indices(logits, TOP_SUCCESSORS).cpu().numpy())
+
+
+def _clipped(draft: Draft, chooser: Chooser) -> Draft:
+    """Cut a draft where the chooser would not follow it anyway."""
+    size = chooser.allowed_length(draft.tokens)
+    if size == len(draft.tokens):
+        return draft
+    return Draft(draft.tokens[:size], draft.source, draft.probabilities[:size], draft.kinds[:size])
 
 
 def _joined(parts: Sequence[TopTokens]) -> TopTokens:

@@ -7,6 +7,7 @@ OooSpecError
 |   |-- ChecksumError     a downloaded file is not the file that was asked for
 |   |-- CacheError        the cache folder cannot be used, or its disk is full
 |   `-- ContextLengthError
+|-- RequestStopped        a request was aborted or ran out of time
 |-- UnsupportedModelError the model's state cannot be verified as a tree
 `-- SidecarError          the sidecar cannot be started or reached (never raised while decoding)
 
@@ -42,6 +43,10 @@ class CacheError(UsageError):
 
 class ContextLengthError(UsageError):
     """Tell the caller that a prompt does not fit into the model's context."""
+
+
+class RequestStopped(OooSpecError):
+    """Tell that a request was aborted or ran out of time while it was decoded."""
 
 
 class UnsupportedModelError(OooSpecError):

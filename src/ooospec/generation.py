@@ -37,6 +37,10 @@ class Generation:
 
     calls: tuple[ToolCall, ...]
     text: str
+    """Everything the target wrote, without the end-of-sequence token."""
+    content: str
+    """The words outside calls and reasoning."""
+    reasoning: str
     output_ids: tuple[int, ...]
     finish_reason: str
     rounds: tuple[Commit, ...]
@@ -45,6 +49,9 @@ class Generation:
     total_ms: float
     hint: HintReport | None = None
     warnings: Mapping[str, int] = field(default_factory=dict)
+    reasoning_tokens: int = 0
+    predicted_tokens: int = 0
+    """Tokens drafted from a client's prediction."""
 
     @property
     def num_rounds(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -13,12 +13,16 @@ from typing import Any
 import torch
 
 from ooospec.calibration import Calibrator
+from ooospec.chat.answer import AnswerStream, Content, Reasoning
+from ooospec.chat.choice import FirstCall, read_response_format, read_tool_choice
 from ooospec.chat.formats.registry import format_named
-from ooospec.chat.template import Conversation, check_messages, plain_text, render
+from ooospec.chat.schema import openai_tools
+from ooospec.chat.template import Conversation, RawPrompt, check_messages, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
+from ooospec.constraint import Grammars
 from ooospec.core import Commit, DecodeContext, Hint, ToolCall
 from ooospec.engine import decode
-from ooospec.errors import UsageError
+from ooospec.errors import RequestStopped, UsageError
 from ooospec.generation import Generation, HintReport
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
@@ -26,6 +30,8 @@ from ooospec.models.progress import Progress, Silent
 from ooospec.models.resolver import resolve_model
 from ooospec.placement import Placement
 from ooospec.planner import Budget, check_policy
+from ooospec.proposers.prediction import PredictedText
+from ooospec.sampling import Constraint, Sampling, make_chooser
 from ooospec.sidecar.adapter import AUTO, find_adapter
 from ooospec.sidecar.client import Mailbox, SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
@@ -37,7 +43,6 @@ from ooospec.target.loading import LoadedModel, check_adapter, load_model, parse
 from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache, common_prefix
 from ooospec.target.stock import stock_decode
-from ooospec.verify import Chooser, Greedy, Sampler
 
 READY_TIMEOUT_S = 120.0
 TURN_S = 1.5
@@ -88,10 +93,13 @@ class Decoder:
         self._client: SidecarClient | None = None
         self._warm: tuple[tuple[str, list[int]], list[PrefixCache]] | None = None
         self._mailbox: Mailbox | None = None
-        self._active: _Request | None = None
+        self._active: Request | None = None
         if sidecar is not None:
             self._client = self._reach(sidecar, adapter, sidecar_dtype, progress)
         self.memories: dict[str, Memory] = {}
+        self._grammars: Grammars | None = None
+        self.default_method = "ooo"
+        """Method of requests that name none."""
         try:
             self.placement.apply()
             self.loaded = self._load(target, dtype, device, progress)
@@ -169,6 +177,8 @@ class Decoder:
 
     def _next_chunk(self, left: int) -> int:
         """Say how many of the prompt tokens left to prefill before the next look into the mailbox."""
+        if self._active is not None:
+            self._active.check()
         if self._mailbox is None or not self._mailbox.working or left <= CHUNK_BUSY:
             return CHUNK_IDLE if left > CHUNK_IDLE else 0
         takes_back = self.loaded.device == "cpu" and self._threads() < self.placement.target_idle
@@ -178,15 +188,17 @@ class Decoder:
 
     def stream(self, messages: Any, tools: Any = None, **options: Any) -> Iterator[Commit]:
         """Decode a request and yield its commits; options as in `generate`."""
-        yield from _Request(self, messages, tools, **options).run()
+        yield from Request(self, messages, tools, **options).run()
 
     def generate(self, messages: Any, tools: Any = None, *, prefix: str = "auto", **options: Any) -> Generation:
         """Decode a request to its end.
 
-        Options: method (a name of `ooospec.methods.METHODS`), max_new_tokens, temperature (0 = greedy), seed, stop
-        (strings), salt (prefix caches of different salts never meet), hint (a Hint to use instead of the sidecar),
-        memory (a Memory instead of the method's own), budget ("measured": only nodes that pay by the measured cost
-        curve; "fixed": the method's published tree size).
+        Options: method (a name of `ooospec.methods.METHODS`), max_new_tokens, those of `ooospec.sampling.Sampling`
+        (temperature, top_p, top_k, min_p, penalties, logit_bias, seed, logprobs; default: greedy), stop (strings),
+        salt (prefix caches of different salts never meet), hint (a Hint to use instead of the sidecar), memory (a
+        Memory instead of the method's own), tool_choice, parallel_tool_calls and response_format as in OpenAI's API,
+        prediction (text that the output will probably contain), max_nodes (bound of the candidate tree), budget
+        ("measured": only nodes that pay by the measured cost curve; "fixed": the method's published tree size).
         `prefix` sets the condition for measurements: "cold" uses no KV entries of earlier requests, "warm" exactly
         those of the tools and the system prompt, prefilled before the clock starts; both leave the cache as it was.
         Raises UsageError for input that cannot be decoded; a failing sidecar never raises.
@@ -200,7 +212,7 @@ class Decoder:
                     model.prefix_cache = None
             elif prefix == "warm":
                 self._warm_prefix(messages, tools, **options)
-            request = _Request(self, messages, tools, fresh=prefix == "cold", **options)
+            request = Request(self, messages, tools, fresh=prefix == "cold", **options)
             for _ in request.run():
                 pass
             return request.result()
@@ -223,6 +235,22 @@ class Decoder:
             mailbox = self._client.submit(rendered[1].tools, [(turn.role, turn.text) for turn in NEUTRAL_DIALOGUE])
             mailbox.wait(READY_TIMEOUT_S)
             mailbox.close()
+
+    def request(self, messages: Any, tools: Any = None, **options: Any) -> Request:
+        """Build a request without decoding it yet; options as in `generate`, and `messages` may be a RawPrompt."""
+        return Request(self, messages, tools, **options)
+
+    @property
+    def waves_run_ahead(self) -> bool:
+        """Tell whether the sidecar can work for waiting requests without taking the target's cores."""
+        return self._client is not None and (self.loaded.device != "cpu" or self.placement.target_busy > 0)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for this target."""
+        if self._grammars is None:
+            self._grammars = Grammars(self.loaded)
+        return self._grammars
 
     @property
     def sidecar_name(self) -> str:
@@ -258,8 +286,8 @@ class Decoder:
         self.close()
 
 
-class _Request:
-    """One request on its way through the decoder."""
+class Request:
+    """One request on its way through a decoder: built, launched, run, summed up."""
 
     def __init__(
         self,
@@ -267,40 +295,94 @@ class _Request:
         messages: Any,
         tools: Any = None,
         *,
-        method: str = "ooo",
+        method: str | None = None,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        seed: int = 0,
         stop: str | Sequence[str] | None = None,
         salt: str = "",
         hint: Hint | None = None,
         memory: Memory | None = None,
         budget: str | None = None,
         fresh: bool = False,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        prediction: str | None = None,
+        max_nodes: int | None = None,
+        **sampling: Any,
     ) -> None:
         self.clock = time.perf_counter()
         self.decoder, self.salt, self.fixed_hint = decoder, salt, hint
-        self.method = method_named(method)
-        self.memory = memory if memory is not None else decoder.memories.setdefault(method, Memory())
-        self.conversation: Conversation = render(decoder.loaded.tokenizer, messages, tools, decoder.call_format)
+        self.method = method_named(method or decoder.default_method)
+        self.memory = memory if memory is not None else decoder.memories.setdefault(self.method.name, Memory())
+        if isinstance(messages, RawPrompt):
+            self.conversation: Conversation = messages.conversation()
+        else:
+            self.conversation = render(decoder.loaded.tokenizer, messages, tools, decoder.call_format)
+        self.prompt_ids = list(messages.ids) if isinstance(messages, RawPrompt) else []
         self.call_format = format_named(self.conversation.call_format)
-        self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()))
-        self.chooser: Chooser = Sampler(temperature, seed) if temperature > 0 else Greedy()
+        self.choice = read_tool_choice(tool_choice, self.conversation.tools)
+        self.tools = self.choice.active(self.conversation.tools)
+        self.constraint = self._constraint(tools, parallel_tool_calls, read_response_format(response_format))
+        codec = decoder.loaded.codec
+        single = (
+            FirstCall(codec, self.call_format.scanner(self.tools), self.tools)
+            if self.tools and not parallel_tool_calls
+            else None
+        )
+        self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()), single)
+        self.sampling = Sampling.of(sampling)
         policy = check_policy(budget) if budget is not None else decoder.budget
-        nodes = decoder.max_nodes or self.method.max_nodes
+        nodes = max_nodes or decoder.max_nodes or self.method.max_nodes
+        self.prediction = prediction
+        self._predicted: PredictedText | None = None
         self.budget = Budget(nodes, decoder.cost if policy == "measured" else None)
-        if self.method.stock and temperature > 0:
-            raise UsageError("Method stock decodes greedily; leave temperature at 0 or choose another method.")
+        if self.method.stock and (not self.sampling.is_plain or self.constraint is not None or single is not None):
+            raise UsageError("Method stock only decodes greedily to the end; leave other options out or the method.")
         self.fresh = fresh
         self.output: list[int] = []
         self.commits: list[Commit] = []
         self.mailbox: Mailbox | None = None
+        self.deadline = math.inf
+        """`time.monotonic()` after which the request is stopped."""
+        self._stopped = False
         self.ready_round: int | None = None
         self.cached_tokens = 0
         self.total_ms = 0.0
 
-    def run(self) -> Iterator[Commit]:
-        """Launch the wave, then decode."""
+    def _constraint(self, tools: Any, parallel: bool, schema: Any) -> Constraint | None:
+        """Return what the answer must be, if the request says so."""
+        grammars, conversation = self.decoder.grammars, self.conversation
+        if schema is not None:
+            if self.tools:
+                raise UsageError("response_format and tools cannot be combined; use tool_choice none or leave one out.")
+            return grammars.schema(schema)
+        if not self.choice.forced:
+            return None
+        if not tools:
+            raise UsageError("tool_choice required needs tools in the request itself, not in the system prompt.")
+        functions = [tool["function"] for tool in openai_tools(tools)]
+        wanted = [function for function in functions if not self.choice.name or function["name"] == self.choice.name]
+        return grammars.calls(self.call_format, conversation.prompt, wanted, parallel)
+
+    def stop(self) -> None:
+        """Ask from any thread that the request end: `run` raises RequestStopped within one pass of the target."""
+        self._stopped = True
+
+    def check(self) -> None:
+        """Raise RequestStopped if the request was asked to end or its time is over."""
+        if self._stopped or time.monotonic() > self.deadline:
+            raise RequestStopped("The request was stopped.")
+
+    def launch(self) -> None:
+        """Start the sidecar's wave, if it is not started yet and there is one to start."""
+        client = self.decoder._client
+        wanted = self.method.hints and self.fixed_hint is None and self.tools
+        if client is not None and wanted and self.mailbox is None:
+            turns = [(str(m["role"]), plain_text(m)) for m in self.conversation.messages]
+            self.mailbox = client.submit(self.tools, turns, self.fresh)
+
+    def run(self) -> Generator[Commit, None, None]:
+        """Launch the wave, then decode. Raises RequestStopped."""
         decoder, conversation = self.decoder, self.conversation
         if decoder._active is not None:
             raise UsageError(
@@ -313,15 +395,13 @@ class _Request:
             decoder._active = None
 
     def _run(self, decoder: Decoder, conversation: Conversation) -> Iterator[Commit]:
-        wanted = self.method.hints and self.fixed_hint is None and conversation.tools
-        if decoder._client is not None and wanted:
-            turns = [(str(m["role"]), plain_text(m)) for m in conversation.messages]
-            self.mailbox = decoder._client.submit(conversation.tools, turns, self.fresh)
-        prompt_ids = decoder.loaded.codec.encode(conversation.prompt)
+        self.launch()
+        self.prompt_ids = self.prompt_ids or decoder.loaded.codec.encode(conversation.prompt)
         key = f"{decoder.loaded.name}/{conversation.style_key}"
         context = DecodeContext(
-            decoder.loaded.codec, prompt_ids, self.output, conversation.tools, key, conversation.call_format
-        )
+            decoder.loaded.codec, self.prompt_ids, self.output, self.tools, key, conversation.call_format,
+            conversation.thinking, conversation.reasons,
+        )  # fmt: skip
         decoder._mailbox = self.mailbox
         decoder._take_turns(self.mailbox)
         try:
@@ -330,6 +410,8 @@ class _Request:
                 self.cached_tokens = decoder.target.cached_tokens
                 self.commits.append(replace(commit, top=None, prompt_top=None, prompt_state=None))
                 yield commit
+                if not commit.finish_reason:
+                    self.check()
         finally:
             decoder._mailbox = None
             if self.mailbox is not None:
@@ -340,10 +422,14 @@ class _Request:
         decoder = self.decoder
         if self.method.stock:
             return stock_decode(decoder.target, context, self.output, self.limits, self.salt, self.clock)
+        chooser = make_chooser(self.sampling, context.prompt_ids, self.constraint)
         draft = decoder.draft.proposer if decoder.draft is not None else None
         sources = self.method.build(Setup(self.memory, self._poll, draft))
+        if self.prediction and self.method.name != "ar":
+            self._predicted = PredictedText(self.prediction)
+            sources = [self._predicted, *sources]
         return decode(
-            decoder.target, context, self.output, sources, self.chooser, self.limits, self.budget,
+            decoder.target, context, self.output, sources, chooser, self.limits, self.budget,
             calibrator=self.memory.part(Calibrator), next_chunk=decoder._next_chunk, salt=self.salt,
             clock=self.clock,
         )  # fmt: skip
@@ -354,21 +440,31 @@ class _Request:
             self.ready_round = len(self.commits)
         return hint
 
+    def answer_stream(self) -> AnswerStream:
+        """Return what splits the answer's text into content, reasoning and calls."""
+        conversation = self.conversation
+        return AnswerStream(self.call_format, self.tools, conversation.thinking, conversation.reasons)
+
     def result(self) -> Generation:
         """Sum the request up."""
         codec = self.decoder.loaded.codec
         shown = [token for token in self.output if token not in codec.eos_ids]
         text = codec.decode(shown)
-        scanner = self.call_format.scanner(self.conversation.tools)
-        scanner.feed(text)
-        calls = tuple(ToolCall(*found) for found in scanner.finished()) if self.conversation.tools else ()
+        answer = self.answer_stream()
+        events = [*answer.push(text), *answer.close()]
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls = tuple(ToolCall(*found) for found in answer.calls)
         return Generation(
             calls=calls,
             text=text,
+            content="".join(event.text for event in events if isinstance(event, Content)),
+            reasoning=reasoning,
+            reasoning_tokens=len(codec.encode(reasoning)) if reasoning else 0,
+            predicted_tokens=self._predicted.offered if self._predicted is not None else 0,
             output_ids=tuple(self.output),
             finish_reason=self.commits[-1].finish_reason or "length",
             rounds=tuple(self.commits),
-            prompt_tokens=len(self.decoder.loaded.codec.encode(self.conversation.prompt)),
+            prompt_tokens=len(self.prompt_ids),
             cached_tokens=self.cached_tokens,
             total_ms=self.total_ms,
             hint=self._hint_report(),

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ooospec.core import Codec
 from ooospec.errors import UsageError
+
+
+class Watch(Protocol):
+    """Decides by what was written whether the output ends."""
+
+    def ends(self, token: int) -> bool:
+        """Take the next token of the output; True = it is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +23,7 @@ class Limits:
 
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -28,6 +37,8 @@ class Limits:
         for count in range(1, min(len(new), room) + 1):
             if new[count - 1] in codec.eos_ids:
                 return count, "eos"
+            if self.watch is not None and self.watch.ends(new[count - 1]):
+                return count, "stop"
             if self.stop and self._has_stop(codec, output, new[:count]):
                 return count, "stop"
         return (room, "length") if len(new) >= room else (len(new), None)

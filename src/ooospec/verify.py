@@ -7,7 +7,6 @@ distribution of plain sampling (and with one seed, the same tokens).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ooospec.errors import UsageError
+from ooospec.core import TokenChances
 from ooospec.tree import CandidateTree
 
 
@@ -36,6 +35,13 @@ class Chooser(Protocol):
     def choose(self, node: int) -> int:
         """Return the token after `node`; called once per committed token, in output order."""
 
+    def allowed_length(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens of a draft may follow in a row; the rest is not worth verifying."""
+
+    @property
+    def chances(self) -> Sequence[TokenChances]:
+        """Log-probabilities of the tokens chosen since `prepare`, where they are asked for."""
+
 
 class Greedy:
     """Choose the token with the largest logit."""
@@ -48,28 +54,14 @@ class Greedy:
         """Return the most likely token after `node`."""
         return self._best[node]
 
+    def allowed_length(self, tokens: Sequence[int]) -> int:
+        """Allow every draft."""
+        return len(tokens)
 
-class Sampler:
-    """Draw from softmax(logits / temperature), in float64, with a generator of its own."""
-
-    def __init__(self, temperature: float, seed: int) -> None:
-        if temperature <= 0:
-            raise UsageError(f"temperature must be above 0 to sample (0 is greedy decoding); got {temperature}.")
-        if not math.isfinite(temperature):
-            raise UsageError(f"temperature must be a finite number, 0 for greedy decoding; got {temperature}.")
-        if not -(2**63) <= seed < 2**63:
-            raise UsageError(f"seed must fit into 64 bits; got {seed}.")
-        self.temperature = temperature
-        self._random = torch.Generator().manual_seed(seed)
-
-    def prepare(self, logits: Tensor) -> None:
-        """Take the logits of all nodes. [T, V]"""
-        self._logits = logits
-
-    def choose(self, node: int) -> int:
-        """Draw the token after `node`."""
-        chances = torch.softmax(self._logits[node].double().cpu() / self.temperature, -1)
-        return int(torch.multinomial(chances, 1, generator=self._random))
+    @property
+    def chances(self) -> Sequence[TokenChances]:
+        """Keep none."""
+        return ()
 
 
 BLOCK = 128

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ooospec.chat.formats.registry import CallFormat
 from ooospec.chat.scanner import CallSpans, held_back
@@ -49,6 +50,41 @@ class ArgumentsGrow:
 Event = Content | Reasoning | CallBegins | ArgumentsGrow
 
 
+class ThinkSplitter:
+    """Tell the words of a reasoning block from the answer after it, in any chunks."""
+
+    def __init__(self, thinking: bool, reasons: bool) -> None:
+        """`thinking` = the prompt ends inside the block; `reasons` = one may open the answer."""
+        self.thinking, self._undecided = thinking, reasons and not thinking
+        self._text = ""
+
+    @property
+    def answering(self) -> bool:
+        """Tell whether what comes next belongs to the answer."""
+        return not self.thinking and not self._undecided
+
+    def push(self, text: str, final: bool = False) -> tuple[str, str]:
+        """Take more text; return what is known to be (reasoning, answer)."""
+        self._text += text
+        if self._undecided:
+            start = self._text.lstrip()
+            if not final and len(start) < len(THINK[0]) and THINK[0].startswith(start):
+                return "", ""
+            self._undecided = False
+            if start.startswith(THINK[0]):
+                self.thinking, self._text = True, start[len(THINK[0]) :]
+        if not self.thinking:
+            answer, self._text = self._text, ""
+            return "", answer
+        at = self._text.find(THINK[1])
+        cut = at if at >= 0 else len(self._text) if final else held_back(self._text, 0, THINK[1:])
+        thought, answer = self._text[:cut], ""
+        self._text = self._text[cut:]
+        if at >= 0:
+            self.thinking, answer, self._text = False, self._text[len(THINK[1]) :], ""
+        return thought, answer
+
+
 class AnswerStream:
     """Turns text as it comes into events. `thinking` = the prompt ends inside a reasoning block."""
 
@@ -61,10 +97,11 @@ class AnswerStream:
         self._closers = _longest_first(call_format.closers) if self._scanner and call_format else []
         self._markers = _longest_first([*self._openers, *self._closers])
         self._tags = [marker for marker in self._markers if marker.startswith(("<", "[TOOL"))]  # no ordinary text
-        self._thinking, self._undecided = thinking, reasons and not thinking
-        self._text = ""  # what has not been told apart yet
+        self._splitter = ThinkSplitter(thinking, reasons)
         self._shown = 0  # characters of the scanner's text that are out or dropped
-        self._calls = 0  # calls whose end has been seen
+        self._names = {tool.name for tool in tools}
+        self._found = 0  # calls of the scanner that have been looked at
+        self._calls = 0  # calls that are out whole
         self._begun: CallSpans | None = None
         self._sent = ""  # arguments of the begun call that are out
         self._said = False  # words have been sent
@@ -79,31 +116,22 @@ class AnswerStream:
         """Say that the answer is over; return what was held back."""
         return list(self._push("", final=True))
 
-    # ------------------------------------------------------------------ reasoning
-
     def _push(self, text: str, final: bool) -> Iterator[Event]:
-        self._text += text
-        if self._undecided:
-            start = self._text.lstrip()
-            if not final and THINK[0].startswith(start) and start != THINK[0]:
-                return
-            self._undecided = False
-            if start.startswith(THINK[0]):
-                self._thinking, self._text = True, start[len(THINK[0]) :]
-        if self._thinking:
-            yield from self._reason(final)
-        if not self._thinking and (self._text or final):
-            text, self._text = self._text, ""
-            yield from self._answer(text, final)
-
-    def _reason(self, final: bool) -> Iterator[Event]:
-        at = self._text.find(THINK[1])
-        cut = at if at >= 0 else len(self._text) if final else held_back(self._text, 0, THINK[1:])
-        thought, self._text = self._text[:cut], self._text[cut:]
+        thought, answer = self._splitter.push(text, final)
         if thought:
             yield Reasoning(thought)
-        if at >= 0:
-            self._thinking, self._text = False, self._text[len(THINK[1]) :]
+        if answer or final:
+            yield from self._answer(answer, final)
+
+    def _declared(self, call: CallSpans) -> bool:
+        """Tell whether a call is of a function that was offered; any other is content."""
+        assert self._scanner is not None
+        return self._scanner.name_of(call) in self._names
+
+    @property
+    def calls(self) -> list[tuple[str, dict[str, Any], str]]:
+        """Finished calls of functions that were offered: (name, arguments, arguments as JSON text)."""
+        return [call for call in self._scanner.finished() if call[0] in self._names] if self._scanner else []
 
     # ------------------------------------------------------------------ content and calls
 
@@ -114,13 +142,14 @@ class AnswerStream:
                 yield Content(text)
             return
         scanner.feed(text)
-        for call in scanner.calls[self._calls :]:
+        found, self._found = scanner.calls[self._found :], len(scanner.calls)
+        for call in filter(self._declared, found):
             yield from self._between(call.start)
             yield from self._call(call)
             assert call.end is not None
             self._calls, self._begun, self._sent, self._shown = self._calls + 1, None, "", call.end
             self._after_call = True
-        if scanner.open is not None and scanner.certain:
+        if scanner.open is not None and scanner.certain and self._declared(scanner.open):
             yield from self._between(scanner.open.start)
             yield from self._call(scanner.open)
             return
@@ -170,7 +199,7 @@ class AnswerStream:
         assert scanner is not None and call.name is not None
         if self._begun is not call:
             self._begun, self._sent = call, ""
-            yield CallBegins(self._calls, call.name.of(scanner.text))
+            yield CallBegins(self._calls, scanner.name_of(call))
         text = scanner.arguments_text(call)
         if len(text) > len(self._sent):
             yield ArgumentsGrow(self._calls, text[len(self._sent) :])

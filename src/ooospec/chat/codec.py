@@ -85,6 +85,12 @@ class TextStream:
         """Take more ids; return the new text."""
         return "".join(self._one(token) for token in ids)
 
+    def flush(self) -> str:
+        """Return the text of a character that was never finished."""
+        known, text = self._decode(self._ids[self._before : self._read]), self._decode(self._ids[self._before :])
+        self._before = self._read = len(self._ids)
+        return text[len(known) :]
+
     def _one(self, token: int) -> str:
         self._ids.append(token)
         known = self._decode(self._ids[self._before : self._read])

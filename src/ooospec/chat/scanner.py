@@ -103,9 +103,12 @@ class Scanner(ABC):
                 continue
 
     def _read(self, call: CallSpans) -> tuple[str, dict[str, Any], str]:
-        assert call.name is not None
         raw = self.arguments_text(call)
-        return call.name.of(self.text), json.loads(raw, strict=False, parse_constant=_refuse), raw
+        return self.name_of(call), json.loads(raw, strict=False, parse_constant=_refuse), raw
+
+    def name_of(self, call: CallSpans) -> str:
+        """Return the name of a call."""
+        return call.name.of(self.text) if call.name is not None else ""
 
     def arguments_text(self, call: CallSpans) -> str:
         """Write the arguments of a call, as far as they have come, as JSON: only appended to as the text grows."""
@@ -268,9 +271,13 @@ class CallScanner(Scanner):
         self.open, self._stack, self._mode, self._escaped = None, [], "text", False
         return i
 
-    def _read(self, call: CallSpans) -> tuple[str, dict[str, Any], str]:
-        name, arguments, raw = super()._read(call)
-        return json.loads(f'"{name}"', strict=False), arguments, raw
+    def name_of(self, call: CallSpans) -> str:
+        """Return the name of a call, its escapes resolved."""
+        raw = super().name_of(call)
+        try:
+            return str(json.loads(f'"{raw}"', strict=False))
+        except ValueError:
+            return raw
 
 
 def _refuse(constant: str) -> Any:

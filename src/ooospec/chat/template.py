@@ -38,6 +38,22 @@ class Conversation:
     style_key: str
     call_format: str
     """Name of the format that the prompt asks for calls in."""
+    thinking: bool = False
+    """The prompt ends inside a reasoning block."""
+    reasons: bool = False
+    """The answer may begin with a reasoning block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """A prompt that goes to the target as it is, as text or token ids, in place of messages."""
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+
+    def conversation(self) -> Conversation:
+        """Give it the form of a rendered request without tools."""
+        return Conversation(self.text, (), (), "raw", "json")
 
 
 _TOOL_PROMPT = """You may call one or more functions to assist with the user query.
@@ -93,7 +109,9 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
         raise UsageError(f"The target's chat template does not take these messages: {error}") from error
     template = str(tokenizer.chat_template or "") if listed else ""
     named = call_format or detect_format(template, str(prompt))[0].name
-    return Conversation(str(prompt), known, said, kind, named)
+    thinking = str(prompt).rstrip().endswith("<think>")
+    reasons = "<think>" in str(tokenizer.chat_template or "") and not str(prompt).rstrip().endswith("</think>")
+    return Conversation(str(prompt), known, said, kind, named, thinking, reasons)
 
 
 def _plain_message(message: Message) -> Message:

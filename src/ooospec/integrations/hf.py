@@ -20,10 +20,10 @@ from ooospec.errors import UsageError
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
 from ooospec.planner import Budget
+from ooospec.sampling import Sampling, make_chooser
 from ooospec.stopping import Limits
 from ooospec.target.loading import eos_ids
 from ooospec.target.model import TargetModel
-from ooospec.verify import Chooser, Greedy, Sampler
 
 
 def ooo_generate(
@@ -44,7 +44,7 @@ def ooo_generate(
         codec = TextCodec(tokenizer.backend_tokenizer, eos_ids(model, tokenizer))
         context = DecodeContext(codec, prompt, output, known, "generate")
         sources = built.build(Setup(memory, lambda: hint))
-        chooser: Chooser = Sampler(config.temperature or 1.0, torch.initial_seed()) if config.do_sample else Greedy()
+        chooser = make_chooser(_sampling(config), prompt)
         target = TargetModel(model)
         try:
             for _commit in decode(target, context, output, sources, chooser, Limits(room), Budget(max_nodes)):
@@ -54,3 +54,15 @@ def ooo_generate(
         return torch.tensor([prompt + output], device=input_ids.device)
 
     return generate
+
+
+def _sampling(config: Any) -> Sampling:
+    """Read the sampling parameters of a transformers generation config; greedy decoding keeps its penalty."""
+    penalty = float(config.repetition_penalty or 1.0)
+    if not config.do_sample:
+        return Sampling(repetition_penalty=penalty)
+    names = ("top_p", "top_k", "min_p")
+    given = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+    seed = torch.initial_seed() % 2**63
+    return Sampling.of({"temperature": 1.0 if config.temperature is None else config.temperature, "seed": seed,
+                        "repetition_penalty": penalty, **given})  # fmt: skip

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec, TextStream
 from ooospec.chat.drafter import END, Guess, Piece, continuations, is_writable
 from ooospec.chat.formats.registry import format_named
@@ -46,12 +47,13 @@ class CallProposer:
         self._defaults = call_format.styles(self._prompt)
         self._styles = self.book.ranked(context.style_key, self._defaults)
         self._scanner = call_format.scanner(context.tools)
+        self._splitter = ThinkSplitter(context.thinking, context.reasons)
         self._stream: TextStream = context.codec.stream()
         self._committed = list(context.prompt_ids[-8:])
 
     def propose(self) -> list[Draft]:
         """Offer the hinted call in each style the committed text allows, then what the schema alone says."""
-        if not self._context.tools:
+        if not self._context.tools or not self._splitter.answering:
             return []
         hint = self._poll() if self._poll is not None else None
         drafts: list[Draft] = []
@@ -101,7 +103,8 @@ class CallProposer:
     def observe(self, commit: Commit) -> None:
         """Read on in the committed text."""
         self._committed = [*self._committed, *commit.tokens][-8:]
-        self._scanner.feed(self._stream.push(t for t in commit.tokens if t not in self._codec.eos_ids))
+        text = self._stream.push(t for t in commit.tokens if t not in self._codec.eos_ids)
+        self._scanner.feed(self._splitter.push(text)[1])
 
     def end(self) -> None:
         """Learn the style of the output for later requests."""

@@ -91,14 +91,19 @@ class TargetModel(TreeModel):
         super().__init__(model)
         self.prefix_cache = prefix_cache
         self.salt = ""
+        self._limit = 1 << 30
         self._committed = 0  # slots that hold committed tokens; more may be in use after a pass that failed
         self.cached_tokens = 0
         """Prompt tokens of the current request that came from the prefix cache."""
 
     @property
     def context_length(self) -> int:
-        """Largest number of positions the model was made for."""
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
+        """Largest number of positions: what the model was made for, or a lower limit that was set."""
+        return min(self._limit, int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30))
+
+    def limit_context(self, length: int) -> None:
+        """Use fewer positions than the model was made for."""
+        self._limit = length
 
     def begin(self, prompt_ids: Sequence[int], salt: str = "") -> int:
         """Start a request; return how many prompt tokens the prefix cache supplied (always leaves the last one)."""

@@ -1,0 +1,171 @@
+"""Answers in OpenAI's shape, whole and as chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ooospec.chat.answer import ArgumentsGrow, CallBegins, Content, Event, Reasoning
+from ooospec.chat.codec import TextCodec
+from ooospec.core import Commit, TokenChances
+from ooospec.generation import Generation
+from ooospec.server.metrics import speculation_of
+from ooospec.server.worker import ChoiceDone, Step
+
+
+@dataclass
+class ChatChoice:
+    """One choice of a chat completion as it grows."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    chances: list[TokenChances] = field(default_factory=list)
+
+    def deltas(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+        """Take events in; return each as a delta."""
+        return [self._delta(event) for event in events]
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Content(text):
+                self.content += text
+                return {"content": text}
+            case Reasoning(text):
+                self.reasoning += text
+                return {"reasoning_content": text}
+            case CallBegins(index, name):
+                call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+                self.calls.append({**call, "function": {"name": name, "arguments": ""}})
+                return {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}
+            case ArgumentsGrow(index, text):
+                self.calls[index]["function"]["arguments"] += text
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        raise TypeError(event)
+
+    def message(self) -> dict[str, Any]:
+        """Give the whole message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or None, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        else:
+            message["content"] = self.content
+        return message
+
+
+@dataclass
+class Envelope:
+    """What all parts of one answer share."""
+
+    model: str
+    kind: str
+    """chat.completion or text_completion."""
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        prefix = "chatcmpl" if self.kind.startswith("chat") else "cmpl"
+        self.id = self.id or f"{prefix}-{uuid.uuid4().hex}"
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Wrap choices as one chunk of a stream."""
+        kind = "chat.completion.chunk" if self.kind.startswith("chat") else self.kind
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+    def whole(self, choices: list[dict[str, Any]], results: list[Generation]) -> dict[str, Any]:
+        """Wrap choices as one answer."""
+        return {
+            "id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices,
+            "usage": usage(results), "metrics": {"speculative_decoding": speculation_of(results)},
+        }  # fmt: skip
+
+
+def usage(results: Sequence[Generation]) -> dict[str, Any]:
+    """Count tokens: the prompt once, the outputs of all choices."""
+    if not results:
+        return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    prompt, output = results[0].prompt_tokens, sum(len(result.output_ids) for result in results)
+    accepted = sum(result.accepted_by_source.get("prediction", 0) for result in results)
+    offered = sum(result.predicted_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": results[0].cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(result.reasoning_tokens for result in results),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(0, offered - accepted),
+        },
+    }
+
+
+def chat_logprobs(codec: TextCodec, chances: Sequence[TokenChances]) -> dict[str, Any]:
+    """Write log-probabilities as chat completions do."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = codec.decode([token])
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {**entry(c.token, c.logprob), "top_logprobs": [entry(*likely) for likely in c.likeliest]} for c in chances
+        ],
+        "refusal": None,
+    }
+
+
+def text_logprobs(codec: TextCodec, chances: Sequence[TokenChances], offset: int) -> dict[str, Any]:
+    """Write log-probabilities as completions do."""
+    tokens, offsets = [codec.decode([c.token]) for c in chances], []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(c.logprob, -9999.0) for c in chances],
+        "top_logprobs": [{codec.decode([token]): value for token, value in c.likeliest} for c in chances],
+        "text_offset": offsets,
+    }
+
+
+def source_runs(codec: TextCodec, commit: Commit) -> list[dict[str, Any]]:
+    """Say which source each stretch of a commit's text came from, for the inspector."""
+    runs: list[dict[str, Any]] = []
+    for token, source in zip(commit.tokens, commit.sources, strict=True):
+        text = "" if token in codec.eos_ids else codec.decode([token])
+        if runs and runs[-1]["source"] == source:
+            runs[-1]["text"] += text
+        else:
+            runs.append({"source": source, "text": text})
+    return runs
+
+
+def round_of(codec: TextCodec, step: Step) -> dict[str, Any]:
+    """Give one round as the inspector draws it."""
+    commit = step.commit
+    return {
+        "round": commit.round, "start_ms": round(commit.start_ms, 1), "propose_ms": round(commit.propose_ms, 2),
+        "verify_ms": round(commit.verify_ms, 1), "drafted": commit.drafted, "lead_tokens": commit.lead_tokens,
+        "runs": source_runs(codec, commit),
+    }  # fmt: skip
+
+
+def finish(done: ChoiceDone) -> dict[str, Any]:
+    """Give the hint's fate as the inspector draws it."""
+    hint = done.result.hint
+    return {
+        "total_ms": round(done.result.total_ms, 1),
+        "prefill_ms": round(done.result.prefill_ms, 1),
+        "hint": None if hint is None else {
+            "ready_round": hint.ready_round, "ready_ms": hint.ready_ms, "complete_ms": hint.complete_ms,
+            "function": hint.function, "slots": dict(hint.slots), "payload_bytes": hint.payload_bytes,
+            "wave_ms": hint.wave_ms,
+        },
+    }  # fmt: skip

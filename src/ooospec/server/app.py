@@ -1,0 +1,479 @@
+"""The HTTP side: routes, streaming, limits, errors. The model side is `server.worker`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ooospec.chat.template import RawPrompt
+from ooospec.core import TokenChances
+from ooospec.generation import Generation
+from ooospec.runtime import Decoder
+from ooospec.server.answers import (
+    ChatChoice,
+    Envelope,
+    chat_logprobs,
+    finish,
+    round_of,
+    text_logprobs,
+    usage,
+)  # fmt: skip
+from ooospec.server.bodies import Body, ChatBody, CompletionBody
+from ooospec.server.errors import ApiError, as_api_error
+from ooospec.server.metrics import Metrics
+from ooospec.server.worker import AllDone, ChoiceDone, Failed, Item, Job, Step, Worker
+
+logger = logging.getLogger("ooospec.server")
+KEPT_FOR_INSPECTOR = 50
+INSPECT_HEADER = "x-ooospec-inspect"
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server behaves."""
+
+    names: tuple[str, ...]
+    """Model names it answers to; the first is the one it reports."""
+    api_keys: tuple[str, ...] = ()
+    max_queue: int = 64
+    time_limit_s: float = 600.0
+    max_body_bytes: int = 4 << 20
+    default_temperature: float = 0.0
+    """Temperature of requests that name none: greedy, unlike OpenAI's 1.0, since tool calls want it."""
+    log_arguments: bool = False
+    inspector: bool = True
+
+
+@dataclass
+class _State:
+    """What the routes share."""
+
+    decoder: Decoder
+    settings: ServerSettings
+    metrics: Metrics
+    worker: Worker
+    started: float = field(default_factory=time.time)
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_FOR_INSPECTOR))
+
+
+def create_app(decoder: Decoder, settings: ServerSettings) -> FastAPI:
+    """Build the application around a loaded decoder; the worker starts and ends with it."""
+    metrics = Metrics()
+    state = _State(decoder, settings, metrics, Worker(decoder, settings.max_queue, metrics.observe))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.worker.start()
+        yield
+        await asyncio.to_thread(state.worker.drain, settings.time_limit_s)
+
+    app = FastAPI(
+        title="OoO-Spec", version=version("ooo-spec"), lifespan=lifespan,
+        description="OpenAI-compatible chat completions with faster tool calls.",
+    )  # fmt: skip
+    app.state.ooospec = state
+    _add_errors(app)
+    app.add_middleware(_Limits, settings=settings)
+    _add_routes(app, state)
+    return app
+
+
+# ---------------------------------------------------------------- errors and limits
+
+
+def _error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return _error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _error_response(_validation_error(error))
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        return _error_response(ApiError(error.status_code, text, headers=dict(error.headers or {})))
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        logger.exception("unforeseen error")
+        return _error_response(as_api_error(error))
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """Name the first problem and how many there are."""
+    problems = error.errors()
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
+    place = ""
+    for part in first["loc"][1:]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+    more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+    return ApiError(400, f"{place or 'body'}: {first['msg']}{more}.", param=place or None)
+
+
+class _Limits:
+    """ASGI middleware: API keys, and a bound on bodies however they are sent."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app, self.settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request, limit, size = Request(scope), self.settings.max_body_bytes, 0
+        try:
+            if request.url.path.startswith("/v1"):
+                _check_key(request, self.settings.api_keys)
+            length = request.headers.get("content-length", "0")
+            if length.isdecimal() and int(length) > limit:
+                raise ApiError(413, f"The body is larger than {limit} bytes.")
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
+            return
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise HTTPException(413, f"The body is larger than {limit} bytes.")
+            return message
+
+        await self.app(scope, counted, send)
+
+
+def _check_key(request: Request, keys: tuple[str, ...]) -> None:
+    if not keys:
+        return
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    given = key.strip().encode()
+    if scheme.lower() != "bearer" or not any(secrets.compare_digest(given, known.encode()) for known in keys):
+        raise ApiError(
+            401, "Wrong or missing API key; send `Authorization: Bearer KEY`.", "authentication_error",
+            code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------- routes
+
+
+def _add_routes(app: FastAPI, state: _State) -> None:
+    _add_plain_routes(app, state)
+    settings = state.settings
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(request: Request, body: ChatBody) -> Response:
+        _check_model(settings, body.model)
+        options = body.options(settings.default_temperature)
+        job = _job(state, request, body, body.messages, body.tools, options, body.n)
+        state.worker.submit(job)
+        inspect = INSPECT_HEADER in request.headers
+        return await _respond(request, body, job, _ChatAnswer(state, body, job, inspect))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        _check_model(settings, body.model)
+        prompts = [_raw(state, prompt) for prompt in body.prompts()]
+        options = body.options(settings.default_temperature)
+        job = _job(state, request, body, prompts, None, options, body.n * len(prompts))
+        state.worker.submit(job)
+        return await _respond(request, body, job, _TextAnswer(state, body, job, prompts))
+
+    if settings.inspector:
+        _add_inspector(app, state)
+
+
+def _add_plain_routes(app: FastAPI, state: _State) -> None:
+    settings = state.settings
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = state.worker.is_alive()
+        return JSONResponse({"status": "ok" if alive else "stopping"}, 200 if alive else 503)
+
+    @app.get("/version")
+    async def version_() -> dict[str, str]:
+        return {"version": app.version}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(state, name) for name in settings.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(settings, name)
+        return _model_card(state, name)
+
+
+def _add_inspector(app: FastAPI, state: _State) -> None:
+    @app.get("/ui", response_class=HTMLResponse, include_in_schema=False)
+    async def inspector() -> str:
+        return (Path(__file__).parent / "inspector.html").read_text("utf-8")
+
+    @app.get("/ui/recent", include_in_schema=False)
+    async def recent(request: Request) -> list[dict[str, Any]]:
+        _check_key(request, state.settings.api_keys)
+        mine = f"{request.headers.get('authorization', '')}\n"
+        return [{k: v for k, v in run.items() if k != "key"} for run in state.recent if run["key"].startswith(mine)]
+
+
+def _model_card(state: _State, name: str) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": int(state.started), "owned_by": "ooospec",
+        "max_model_len": state.decoder.target.context_length,
+    }  # fmt: skip
+
+
+def _check_model(settings: ServerSettings, name: str) -> None:
+    if name not in settings.names:
+        known = ", ".join(settings.names)
+        raise ApiError(
+            404, f"No model {name[:200]!r} here; this server has {known}.", param="model", code="model_not_found"
+        )
+
+
+def _raw(state: _State, prompt: str | list[int]) -> RawPrompt:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ApiError(400, "prompt must not be empty.", param="prompt")
+        return RawPrompt(prompt)
+    size = state.decoder.target.vocabulary
+    wrong = next((token for token in prompt if not 0 <= token < size), None)
+    if wrong is not None:
+        raise ApiError(400, f"prompt holds token id {wrong}; this model's ids go from 0 to {size - 1}.", param="prompt")
+    return RawPrompt(state.decoder.loaded.codec.decode(prompt), tuple(prompt))
+
+
+def _job(
+    state: _State, request: Request, body: Body, messages: Any, tools: Any, options: dict[str, Any], choices: int
+) -> Job:
+    """Describe the work; nothing of it has been done yet."""
+    key = f"{request.headers.get('authorization', '')}\n{body.cache_salt or ''}"
+    prediction = body.prediction.text() if body.prediction is not None else None
+    raw = isinstance(messages, list) and messages and isinstance(messages[0], RawPrompt)
+
+    def make(decoder: Decoder, choice: int, memory: Any) -> Any:
+        chosen = dict(options)
+        which = messages[choice // body.n] if raw else messages
+        if body.n > 1:
+            chosen["seed"] = int(chosen.get("seed", 0)) + choice % body.n
+        if "max_new_tokens" not in chosen:
+            chosen["max_new_tokens"] = decoder.target.context_length
+        return decoder.request(which, tools, salt=key, memory=memory, prediction=prediction, **chosen)
+
+    return Job(make, choices, key, asyncio.get_running_loop(), state.settings.time_limit_s)
+
+
+# ---------------------------------------------------------------- answers
+
+
+class _ChatAnswer:
+    """Builds a chat completion out of the worker's items."""
+
+    def __init__(self, state: _State, body: ChatBody, job: Job, inspect: bool) -> None:
+        """`inspect` = chunks also tell what each round did, for the inspector."""
+        self.state, self.body, self.inspect = state, body, inspect
+        self.codec = state.decoder.loaded.codec
+        self.envelope = Envelope(body.model, "chat.completion")
+        self.choices = [ChatChoice() for _ in range(body.n)]
+        self.results: list[Generation] = []
+        self._greeted: set[int] = set()
+        self._record: dict[str, Any] = {
+            "id": self.envelope.id, "at": self.envelope.created, "rounds": [], "key": job.key,
+            "question": str(body.messages[-1].get("content") or "")[:200],
+        }  # fmt: skip
+
+    def chunks(self, item: Step | ChoiceDone) -> list[dict[str, Any]]:
+        """Take an item in; return the chunks that tell of it."""
+        deltas = self.choices[item.choice].deltas(item.events)
+        if item.choice not in self._greeted:
+            self._greeted.add(item.choice)
+            deltas = [{"role": "assistant", "content": ""}, *deltas]
+        if isinstance(item, Step):
+            return self._step(item, deltas)
+        return [*(self._chunk(item.choice, delta, None) for delta in deltas), self._end(item)]
+
+    def _step(self, item: Step, deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        chances = item.commit.chances if self.body.logprobs else ()
+        drawn = round_of(self.codec, item)
+        if item.choice == 0:
+            self._record["rounds"].append(drawn)
+        if not deltas and (chances or self.inspect):
+            deltas = [{}]
+        chunks = [self._chunk(item.choice, delta, None) for delta in deltas]
+        if self.inspect:
+            chunks[-1]["ooospec"] = drawn
+        if chances:
+            self.choices[item.choice].chances += chances
+            chunks[-1]["choices"][0]["logprobs"] = chat_logprobs(self.codec, chances)
+        return chunks
+
+    def _end(self, item: ChoiceDone) -> dict[str, Any]:
+        self.choices[item.choice].finish_reason = item.finish_reason
+        self.results.append(item.result)
+        chunk = self._chunk(item.choice, {}, item.finish_reason)
+        if self.inspect:
+            chunk["ooospec"] = finish(item)
+        if item.choice == 0:
+            self._record.update(finish(item), usage=usage([item.result]), finish_reason=item.finish_reason)
+            self.state.recent.appendleft(self._record)
+        return chunk
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return self.envelope.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}])
+
+    def whole(self) -> dict[str, Any]:
+        """Give the whole answer."""
+        choices = []
+        for index, choice in enumerate(self.choices):
+            logprobs = chat_logprobs(self.codec, choice.chances) if self.body.logprobs else None
+            choices.append(
+                {
+                    "index": index,
+                    "message": choice.message(),
+                    "logprobs": logprobs,
+                    "finish_reason": choice.finish_reason,
+                }
+            )
+        return self.envelope.whole(choices, self.results)
+
+
+class _TextAnswer:
+    """Builds a text completion out of the worker's items."""
+
+    def __init__(self, state: _State, body: CompletionBody, job: Job, prompts: list[RawPrompt]) -> None:
+        self.body, self.prompts = body, prompts
+        self.codec = state.decoder.loaded.codec
+        self.envelope = Envelope(body.model, "text_completion")
+        count = body.n * len(prompts)
+        self.texts = [prompts[i // body.n].text if body.echo else "" for i in range(count)]
+        self.reasons: list[str | None] = [None] * count
+        self.chances: list[list[TokenChances]] = [[] for _ in range(count)]
+        self.results: list[Generation] = []
+        self._begun: set[int] = set()
+
+    def chunks(self, item: Step | ChoiceDone) -> list[dict[str, Any]]:
+        """Take an item in; return the chunks that tell of it."""
+        index, text = item.choice, item.text
+        shown = text
+        if index not in self._begun:
+            self._begun.add(index)
+            shown = self.texts[index] + text
+        offset = len(self.texts[index])
+        self.texts[index] += text
+        chances = item.commit.chances if isinstance(item, Step) else ()
+        self.chances[index] += chances
+        logprobs = text_logprobs(self.codec, chances, offset) if chances and self.body.logprobs is not None else None
+        reason = None
+        if isinstance(item, ChoiceDone):
+            reason = "length" if item.finish_reason == "length" else "stop"
+            self.reasons[index] = reason
+            self.results.append(item.result)
+        if not shown and reason is None and logprobs is None:
+            return []
+        return [self.envelope.chunk([{"index": index, "text": shown, "logprobs": logprobs, "finish_reason": reason}])]
+
+    def whole(self) -> dict[str, Any]:
+        """Give the whole answer."""
+        asked = self.body.logprobs is not None
+        choices = [
+            {
+                "index": i, "text": text, "finish_reason": self.reasons[i],
+                "logprobs": text_logprobs(self.codec, self.chances[i], 0) if asked else None,
+            }
+            for i, text in enumerate(self.texts)
+        ]  # fmt: skip
+        return self.envelope.whole(choices, self.results)
+
+
+Answer = _ChatAnswer | _TextAnswer
+
+
+async def _respond(request: Request, body: Body, job: Job, answer: Answer) -> Response:
+    """Send the answer as it is made, or when it is whole; a client that goes away ends the work."""
+    first = await _next_item(request, job)
+    if isinstance(first, Failed):
+        raise first.error
+    if body.stream:
+        events = _stream(request, body, job, answer, first)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    item: Item | None = first
+    while not isinstance(item, AllDone):
+        if item is None:
+            return Response(status_code=499)  # nobody reads it
+        if isinstance(item, Failed):
+            raise item.error
+        answer.chunks(item)
+        item = await _next_item(request, job)
+    return JSONResponse(answer.whole())
+
+
+async def _next_item(request: Request, job: Job) -> Item | None:
+    """Wait for the worker's next item; None when the client has gone away."""
+    waiting = asyncio.ensure_future(job.out.get())
+    try:
+        while not await request.is_disconnected():
+            done, _ = await asyncio.wait({waiting}, timeout=0.1)
+            if done:
+                return waiting.result()
+        job.abort()
+        return None
+    except asyncio.CancelledError:
+        job.abort()
+        raise
+    finally:
+        waiting.cancel()
+
+
+async def _stream(request: Request, body: Body, job: Job, answer: Answer, first: Item | None) -> AsyncIterator[str]:
+    """Write server-sent events; a fault after the first byte becomes an error event."""
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    item = first
+    try:
+        while not isinstance(item, AllDone | Failed):
+            if item is None:
+                return
+            for chunk in answer.chunks(item):
+                yield _event({**chunk, "usage": None} if with_usage else chunk)
+            item = await _next_item(request, job)
+        if isinstance(item, Failed):
+            yield _event(item.error.body())
+        elif with_usage:
+            metrics = answer.envelope.whole([], answer.results)["metrics"]
+            yield _event(answer.envelope.chunk([], usage=usage(answer.results), metrics=metrics))
+        yield "data: [DONE]\n\n"
+    finally:
+        if not isinstance(item, AllDone):
+            job.abort()
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

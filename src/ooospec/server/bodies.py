@@ -1,0 +1,215 @@
+"""Request bodies: what is read, what is refused, and what the decoder is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from ooospec.methods import METHODS
+from ooospec.server.errors import ApiError
+
+MAX_TOOLS = 1024
+MAX_SCHEMA_DEPTH = 64
+MAX_CHOICES = 8
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+)  # fmt: skip
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    include_usage: StrictBool = False
+
+
+class Prediction(BaseModel):
+    """A draft that the client gives: text the answer will probably contain."""
+
+    type: Literal["content"] = "content"
+    content: StrictStr | list[dict[str, Any]]
+
+    def text(self) -> str:
+        """Join the parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(str(part.get("text", "")) for part in self.content)
+
+
+class Body(BaseModel):
+    """What both kinds of request have in common. Unknown fields are ignored, as most servers do."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: StrictStr
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES)
+    stop: StrictStr | list[StrictStr] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: StrictInt | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: StrictInt | None = None
+    prediction: Prediction | None = None
+    cache_salt: StrictStr | None = None
+    speculative: StrictBool | dict[str, Any] | None = None
+    user: StrictStr | None = None
+
+    def decoder_options(self, default_temperature: float) -> dict[str, Any]:
+        """Return the options of `Decoder.request` that both kinds share."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        options = {name: value for name, value in options.items() if value is not None}
+        options.setdefault("temperature", default_temperature)
+        if self.logit_bias:
+            options["logit_bias"] = {_token(key): value for key, value in self.logit_bias.items()}
+        if self.stop:
+            options["stop"] = self.stop
+        return {**options, **speculation(self.speculative)}
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool = True
+    response_format: Any = None
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: StrictBool = False
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def options(self, default_temperature: float) -> dict[str, Any]:
+        """Return the options of `Decoder.request`."""
+        check_tools(self.tools)
+        options = self.decoder_options(default_temperature)
+        for name in ("tool_choice", "parallel_tool_calls", "response_format"):
+            options[name] = getattr(self, name)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if self.logprobs:
+            options["logprobs"] = self.top_logprobs or 0
+        limit = self.max_completion_tokens or self.max_tokens
+        return {**options, **({"max_new_tokens": limit} if limit else {})}
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    prompt: StrictStr | list[Any]
+    echo: StrictBool = False
+    logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    suffix: StrictStr | None = None
+
+    def options(self, default_temperature: float) -> dict[str, Any]:
+        """Return the options of `Decoder.request`."""
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported; leave it out.", param="suffix")
+        options = self.decoder_options(default_temperature)
+        if self.logprobs is not None:
+            options["logprobs"] = self.logprobs
+        return {**options, "max_new_tokens": self.max_tokens or 16}
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and all(isinstance(part, int) and not isinstance(part, bool) for part in self.prompt):
+            return [list(self.prompt)]
+        parts: list[str | list[int]] = []
+        for index, part in enumerate(self.prompt):
+            ids = isinstance(part, list) and part and all(isinstance(t, int) for t in part)
+            if not (isinstance(part, str) or ids):
+                raise ApiError(400, f"prompt[{index}] must be text or a list of token ids.", param="prompt")
+            parts.append(part)
+        if not parts or len(parts) > MAX_CHOICES:
+            raise ApiError(400, f"prompt must hold 1 to {MAX_CHOICES} prompts; got {len(parts)}.", param="prompt")
+        return parts
+
+
+def _token(key: str) -> int:
+    if not key.isdecimal():
+        raise ApiError(400, f"logit_bias must map token ids to numbers; got the key {key[:50]!r}.", param="logit_bias")
+    return int(key)
+
+
+def speculation(value: Any) -> dict[str, Any]:
+    """Read `speculative`: false = plain decoding; {"method": NAME, "max_nodes": N} = a method and its bound."""
+    if value is None or value is True:
+        return {}
+    if value is False:
+        return {"method": "ar"}
+    known = {"method": str, "max_nodes": int}
+    wrong = [key for key in value if key not in known or not isinstance(value[key], known[key])]
+    allowed = [name for name, method in METHODS.items() if not method.stock and name != "draft"]
+    if wrong or value.get("method", "ooo") not in allowed or not 1 <= value.get("max_nodes", 1) <= 512:
+        raise ApiError(
+            400,
+            f'speculative must be false, or an object with "method" (one of {", ".join(allowed)}) and "max_nodes" '
+            f"(1 to 512); got {str(value)[:200]}.",
+            param="speculative",
+        )
+    return dict(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a fault in a tool list is."""
+
+    index: int
+
+    def error(self, text: str, part: str) -> ApiError:
+        return ApiError(400, f"Tool {self.index}: {text}", param=f"tools[{self.index}].{part}")
+
+
+def check_tools(tools: list[dict[str, Any]] | None) -> None:
+    """Refuse what is no function or no object schema, naming the place."""
+    for index, tool in enumerate(tools or []):
+        place = _Place(index)
+        if tool.get("type") != "function":
+            raise place.error(f'type must be "function"; got {str(tool.get("type"))[:50]!r}.', "type")
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise place.error("function must be an object with a name.", "function")
+        name = function.get("name")
+        if not isinstance(name, str) or not name or len(name) > 256:
+            raise place.error("name must be text of 1 to 256 characters.", "function.name")
+        parameters = function.get("parameters")
+        if parameters is None:
+            continue
+        if not isinstance(parameters, Mapping):
+            raise place.error(
+                f"parameters must be a JSON Schema object; got {type(parameters).__name__}.", "function.parameters"
+            )
+        kind = parameters.get("type", "object")
+        if kind not in ("object", "dict"):
+            raise place.error(f'parameters must have type "object"; got {str(kind)[:50]!r}.', "function.parameters")
+        if _deeper_than(parameters, MAX_SCHEMA_DEPTH):
+            raise place.error(f"parameters are nested deeper than {MAX_SCHEMA_DEPTH} levels.", "function.parameters")
+    names = [tool["function"]["name"] for tool in tools or []]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ApiError(400, f"Two tools are named {twice!r}; give each a name of its own.", param="tools")
+
+
+def _deeper_than(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, Mapping | list)
+        ]
+        if not level:
+            return False
+    return True

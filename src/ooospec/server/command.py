@@ -1,0 +1,145 @@
+"""`ooospec serve`: read the settings, load the models, listen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ooospec.chat.formats.registry import format_named
+from ooospec.errors import UsageError
+from ooospec.methods import method_named
+from ooospec.runtime import Decoder
+
+KEY_VARIABLE = "OOOSPEC_API_KEY"
+PARSERS = {
+    "qwen3_xml": "qwen3_coder", "phi4_mini_json": "phi", "openai": "harmony", "glm45": "glm",
+    "llama4_pythonic": "pythonic", "llama4_json": "llama3_json", "granite-20b-fc": "granite",
+}  # fmt: skip
+"""vLLM's names of call parsers that are called otherwise here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """The flags of `ooospec serve`, named as vLLM names them where it has them."""
+
+    model: str
+    served_model_name: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    speculative_config: str | None = None
+    max_queue: int = 64
+    request_timeout: float = 600.0
+    max_body_bytes: int = 4 << 20
+    ui: bool = True
+
+
+def merged(flags: Mapping[str, Any], given: Callable[[str], bool], config: Path | None) -> dict[str, Any]:
+    """Take settings from a YAML file, flags that were given on the command line first. Raises UsageError."""
+    if config is None:
+        return dict(flags)
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(config.read_text("utf-8")) or {}
+    except OSError as error:
+        raise UsageError(f"Cannot read --config {str(config)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {str(config)!r} is not YAML: {str(error).splitlines()[0]}.") from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"--config {str(config)!r} must hold keys and values, as in `port: 8000`.")
+    values = dict(flags)
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in values:
+            known = ", ".join(sorted(flag.replace("_", "-") for flag in values))
+            raise UsageError(f"--config {str(config)!r}: unknown key {key!r}; known keys: {known}.")
+        if not given(name):
+            values[name] = value
+    return values
+
+
+def read_settings(values: Mapping[str, Any]) -> ServeSettings:
+    """Check the types of settings, which may come from a file. Raises UsageError."""
+    chosen = {name: values[name] for name in ServeSettings.__dataclass_fields__ if values[name] is not None}
+    for name in ("served_model_name", "api_key"):
+        if isinstance(chosen.get(name), str):
+            chosen[name] = [chosen[name]]
+    try:
+        return msgspec.convert(chosen, ServeSettings)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"A setting has the wrong type: {error}.") from error
+
+
+def parser_format(name: str | None) -> str | None:
+    """Return the call format that a parser's name means; None = detect."""
+    if name in (None, "auto"):
+        return None
+    return format_named(PARSERS.get(str(name), str(name))).name
+
+
+def speculative_options(text: str | None) -> dict[str, Any]:
+    """Read --speculative-config: {"method": NAME, "num_speculative_tokens": N}. Raises UsageError."""
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise UsageError(f"--speculative-config is not JSON ({error}).") from error
+    allowed = {"method", "num_speculative_tokens"}
+    if not isinstance(value, dict) or not set(value) <= allowed:
+        raise UsageError(f"--speculative-config takes {', '.join(sorted(allowed))}; got {str(value)[:100]}.")
+    if "method" in value:
+        method_named(str(value["method"]))
+    size = value.get("num_speculative_tokens")
+    if size is not None and (not isinstance(size, int) or not 1 <= size <= 511):
+        raise UsageError(f"num_speculative_tokens must be a whole number from 1 to 511; got {size!r}.")
+    return value
+
+
+def run_server(decoder: Decoder, settings: ServeSettings) -> None:
+    """Serve until SIGINT or SIGTERM; requests that run are finished first."""
+    try:
+        import uvicorn
+
+        from ooospec.server.app import ServerSettings, create_app
+    except ImportError as error:
+        raise UsageError(f"The server needs {error.name}; install ooo-spec[server].") from error
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    keys = settings.api_key or tuple(filter(None, [os.environ.get(KEY_VARIABLE, "")]))
+    names = settings.served_model_name or (settings.model,)
+    app = create_app(
+        decoder,
+        ServerSettings(
+            names, keys, settings.max_queue, settings.request_timeout, settings.max_body_bytes,
+            inspector=settings.ui,
+        ),
+    )  # fmt: skip
+    logging.getLogger("ooospec.server").info(
+        "serving %s on http://%s:%d/v1%s", names[0], settings.host, settings.port,
+        f", inspector at http://{settings.host}:{settings.port}/ui" if settings.ui else "",
+    )  # fmt: skip
+    uvicorn.run(
+        app, host=settings.host, port=settings.port, log_level="warning", timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(settings.request_timeout),
+    )  # fmt: skip
+
+
+def apply_template(decoder: Decoder, template: str | None) -> None:
+    """Use another chat template, from a file or as text. Raises UsageError."""
+    if template is None:
+        return
+    path = Path(template)
+    if "{" not in template and not path.is_file():
+        raise UsageError(f"--chat-template {template!r} is no file and no Jinja template.")
+    decoder.loaded.tokenizer.chat_template = path.read_text("utf-8") if "{" not in template else template

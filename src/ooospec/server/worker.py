@@ -1,0 +1,238 @@
+"""The thread that owns the decoder: takes requests in fair order, sends what is committed, ends what is aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ooospec.chat.answer import Event
+from ooospec.core import Commit
+from ooospec.errors import OooSpecError, RequestStopped
+from ooospec.generation import Generation
+from ooospec.memory import Memory
+from ooospec.runtime import Decoder, Request
+from ooospec.server.errors import ApiError, as_api_error
+from ooospec.server.pipe import TextPipe
+
+logger = logging.getLogger("ooospec.server")
+MAX_MEMORIES = 64
+"""API keys and salts whose retrieval memory is kept; the one used longest ago is dropped first."""
+EXPECTED_S = 5.0
+"""Time of a request before any was measured, for Retry-After."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one commit of one choice made visible."""
+
+    choice: int
+    events: list[Event]
+    commit: Commit
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDone:
+    """One choice is complete."""
+
+    choice: int
+    events: list[Event]
+    result: Generation
+    finish_reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllDone:
+    """The request is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ends with an error."""
+
+    error: ApiError
+
+
+Item = Step | ChoiceDone | AllDone | Failed
+
+
+@dataclass
+class Job:
+    """One HTTP request on its way through the worker."""
+
+    make: Callable[[Decoder, int, Memory], Request]
+    """Builds the decoder's request of choice number i."""
+    choices: int
+    key: str
+    """Whose turn it is to be counted: API key and salt."""
+    loop: asyncio.AbstractEventLoop
+    time_limit_s: float
+    out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    arrived: float = field(default_factory=time.monotonic)
+    aborted: bool = False
+    first: Request | None = None
+
+    def send(self, item: Item) -> None:
+        """Hand an item to the connection's task."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.out.put_nowait, item)
+
+    def abort(self) -> None:
+        """Ask for the end; the worker stops within one round."""
+        self.aborted = True
+        request = self.first
+        if request is not None:
+            request.stop()
+
+
+class Worker(threading.Thread):
+    """Decodes one request at a time; queues of different keys take turns."""
+
+    def __init__(self, decoder: Decoder, max_queue: int, observe: Callable[[str, Any], None]) -> None:
+        """`observe(kind, value)` is told what happened, for metrics."""
+        super().__init__(name="ooospec-worker", daemon=True)
+        self.decoder, self.max_queue, self._observe = decoder, max_queue, observe
+        self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._ending = False
+        self._current: Job | None = None
+        self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._mean_s = EXPECTED_S
+
+    # ------------------------------------------------------------------ from other threads
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises ApiError 429 when the queue is full and 503 when the server is going down."""
+        with self._changed:
+            if self._ending:
+                raise ApiError(503, "The server is shutting down; try again later.", "server_error")
+            waiting = sum(map(len, self._queues.values()))
+            if waiting >= self.max_queue:
+                seconds = max(1, round(self._mean_s * (waiting + 1)))
+                self._observe("refused", 1)
+                raise ApiError(
+                    429, f"The queue is full ({waiting} requests wait); try again in about {seconds} s.",
+                    "rate_limit_error", code="queue_full", headers={"Retry-After": str(seconds)},
+                )  # fmt: skip
+            self._queues.setdefault(job.key, deque()).append(job)
+            self._observe("waiting", waiting + 1)
+            self._changed.notify()
+
+    def drain(self, timeout_s: float) -> None:
+        """Take no more jobs, finish those that are here, and end."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        self.join(timeout_s)
+
+    @property
+    def busy(self) -> int:
+        """Number of requests that run or wait."""
+        with self._changed:
+            return sum(map(len, self._queues.values())) + (self._current is not None)
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        """Serve until drained."""
+        while (job := self._next()) is not None:
+            self._serve(job)
+            with self._changed:
+                self._current = None
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while not self._queues:
+                if self._ending:
+                    return None
+                self._changed.wait()
+            key, queue = next(iter(self._queues.items()))
+            job = queue.popleft()
+            self._queues.move_to_end(key)  # the others first, next time
+            if not queue:
+                del self._queues[key]
+            self._current = job
+            self._observe("waiting", sum(map(len, self._queues.values())))
+            return job
+
+    def _serve(self, job: Job) -> None:
+        start = time.monotonic()
+        try:
+            for choice in range(job.choices):
+                if job.aborted:
+                    break
+                self._decode(job, choice)
+            job.send(AllDone())
+        except RequestStopped:
+            seconds = f"{job.time_limit_s:g}"
+            if not job.aborted:
+                job.send(Failed(ApiError(408, f"The request took longer than {seconds} s.", "timeout_error")))
+        except Exception as error:
+            if not isinstance(error, OooSpecError | ApiError):
+                logger.exception("request %s failed", job.id)
+                self._observe("failed", 1)
+            job.send(Failed(as_api_error(error)))
+        finally:
+            if job.aborted:
+                self._observe("aborted", 1)
+            self._mean_s += 0.2 * (time.monotonic() - start - self._mean_s)
+
+    def _decode(self, job: Job, choice: int) -> None:
+        request = job.first if choice == 0 and job.first is not None else self._build(job, choice)
+        job.first = request
+        request.deadline = job.arrived + job.time_limit_s
+        if job.aborted:
+            return
+        pipe = TextPipe(self.decoder.loaded.codec, request)
+        rounds = request.run()
+        try:
+            for commit in rounds:
+                text, events = pipe.push(commit)
+                job.send(Step(choice, events, commit, text))
+                self._look_ahead()
+        finally:
+            rounds.close()
+        result = request.result()
+        text, events = pipe.close()
+        self._observe("result", result)
+        job.send(ChoiceDone(choice, events, result, pipe.finish_reason(result), text))
+
+    def _build(self, job: Job, choice: int) -> Request:
+        return job.make(self.decoder, choice, self._memory(job.key))
+
+    def _look_ahead(self) -> None:
+        """Start the waves of waiting requests where the sidecar has cores of its own, so that their hints are ready."""
+        if not self.decoder.waves_run_ahead:
+            return
+        with self._changed:
+            waiting = [job for queue in self._queues.values() for job in queue if job.first is None and not job.aborted]
+        for job in waiting:
+            try:
+                request = self._build(job, 0)
+                request.launch()
+                job.first = request
+            except Exception as error:
+                job.send(Failed(as_api_error(error)))
+                with self._changed:
+                    queue = self._queues.get(job.key)
+                    if queue is not None and job in queue:
+                        queue.remove(job)
+                        if not queue:
+                            del self._queues[job.key]
+
+    def _memory(self, key: str) -> Memory:
+        memory = self._memories.setdefault(key, Memory())
+        self._memories.move_to_end(key)
+        if len(self._memories) > MAX_MEMORIES:
+            self._memories.popitem(last=False)
+            self._observe("memories_dropped", 1)
+        return memory

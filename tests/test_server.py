@@ -1,0 +1,497 @@
+"""The server with a scripted target: OpenAI's shapes, streaming as made, errors, queue, aborts, metrics."""
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+from conftest import load_tiny
+from ooospec.runtime import Decoder
+from ooospec.server.app import ServerSettings, create_app
+from ooospec.target.model import TargetModel
+from scripted import ScriptedTarget
+
+SCHEMA = {
+    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"],
+}  # fmt: skip
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}}
+CALL = '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}'
+SCRIPTS = {
+    "weather": CALL,
+    "two": f"{CALL}\n" + CALL.replace("Oslo", "São José 😀"),
+    "hello": "Hello there, how are you?",
+    "words": f"Let me look.\n{CALL}",
+    "long": "word " * 400,
+    "result: sunny": "It is sunny in Oslo.",
+}
+
+
+class ByPrompt(ScriptedTarget):
+    """Writes the script whose key the prompt holds last."""
+
+    def __init__(self, codec):
+        super().__init__([], codec.vocab_size)
+        self.codec, self.prefix_cache, self.begun, self.delay_s, self.fail_at = codec, None, [], 0.0, None
+        self.verified = 0
+
+    def begin(self, prompt_ids, salt=""):
+        text = self.codec.decode(list(prompt_ids))
+        key = max((k for k in SCRIPTS if k in text), key=text.rfind, default="hello")
+        self.script = [*self.codec.encode(SCRIPTS[key]), self.codec.eos_id]
+        self.begun.append((key, salt))
+        self.verified = 0
+        return super().begin(prompt_ids, salt)
+
+    def verify(self, tree, lead=(), all_rows=False):
+        time.sleep(self.delay_s)
+        self.verified += 1
+        if self.fail_at == self.verified:
+            raise RuntimeError("broken")
+        return super().verify(tree, lead, all_rows)
+
+
+@pytest.fixture
+def decoder():
+    loaded = load_tiny("llama")
+    with Decoder(loaded, None, budget="fixed", prefix_cache_bytes=0) as made:
+        made.target = ByPrompt(loaded.codec)
+        yield made
+
+
+@pytest.fixture
+def client(decoder):
+    with TestClient(create_app(decoder, ServerSettings(("tiny", "alias")))) as made:
+        yield made
+
+
+def body(content="weather", **more):
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    return {"model": "tiny", "messages": messages, "tools": [WEATHER], **more}
+
+
+def chat(client, content="weather", **more):
+    response = client.post("/v1/chat/completions", json=body(content, **more))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chunks(client, content="weather", **more):
+    with client.stream("POST", "/v1/chat/completions", json=body(content, stream=True, **more)) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def joined(streamed):
+    content, calls, reason = "", {}, None
+    for chunk in streamed:
+        for choice in chunk.get("choices", []):
+            delta = choice["delta"]
+            content += delta.get("content") or ""
+            for call in delta.get("tool_calls", []):
+                known = calls.setdefault(call["index"], {"id": call.get("id"), "name": "", "arguments": ""})
+                known["name"] += call["function"].get("name", "")
+                known["arguments"] += call["function"].get("arguments", "")
+            reason = choice["finish_reason"] or reason
+    return content, calls, reason
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_a_call(client):
+    answer = chat(client)
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo", "days": 3}'}
+    assert call["id"].startswith("call_") and call["type"] == "function"
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    speculation = answer["metrics"]["speculative_decoding"]
+    assert speculation["num_accepted_tokens"] == sum(speculation["accepted_by_source"].values()) > 0
+    emitted = speculation["num_accepted_tokens"] + speculation["num_rounds"]
+    assert emitted - answer["usage"]["completion_tokens"] in (0, 1)  # a drafted end leaves no room for a bonus token
+
+
+def test_words_and_no_call(client):
+    answer = chat(client, "hello")
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant", "content": "Hello there, how are you?", "refusal": None}  # fmt: skip
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("content", ["weather", "two", "hello", "words"])
+def test_streamed_equals_whole(client, content):
+    whole = chat(client, content)["choices"][0]
+    streamed = chunks(client, content)
+    text, calls, reason = joined(streamed)
+    assert text == (whole["message"]["content"] or "")
+    assert [(c["name"], c["arguments"]) for c in calls.values()] == [
+        (c["function"]["name"], c["function"]["arguments"]) for c in whole["message"].get("tool_calls", [])
+    ]
+    assert reason == whole["finish_reason"]
+    assert streamed[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert {chunk["id"] for chunk in streamed} == {streamed[0]["id"]}
+    assert list(calls) == list(range(len(calls))) and len({c["id"] for c in calls.values()}) == len(calls)
+
+
+def test_arguments_are_streamed_before_the_call_ends(client):
+    parts = [
+        call["function"]["arguments"]
+        for chunk in chunks(client, speculative=False)
+        for call in chunk["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert len([part for part in parts if part]) > 3
+
+
+def test_usage_in_the_stream_when_asked(client):
+    streamed = chunks(client, stream_options={"include_usage": True})
+    assert streamed[-1]["choices"] == [] and streamed[-1]["usage"]["completion_tokens"] > 0
+    assert all(chunk["usage"] is None for chunk in streamed[:-1])
+    assert all("usage" not in chunk for chunk in chunks(client))
+
+
+def test_limits_stops_and_choices(client):
+    cut = chat(client, max_tokens=7)
+    assert cut["choices"][0]["finish_reason"] == "length" and cut["usage"]["completion_tokens"] == 7
+    assert joined(chunks(client, max_tokens=7))[2] == "length"
+    for streamed in (False, True):
+        text = (
+            joined(chunks(client, "hello", stop=["how"]))[0]
+            if streamed
+            else chat(client, "hello", stop=["how"])["choices"][0]["message"]["content"]
+        )
+        assert text == "Hello there,"
+    many = chat(client, n=3)
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in many["choices"]}) == 3
+
+
+def test_tool_choice_none_and_single_calls(client, decoder):
+    plain = chat(client, tool_choice="none")
+    assert plain["choices"][0]["message"]["content"] == CALL and "tool_calls" not in plain["choices"][0]["message"]
+    assert plain["metrics"]["speculative_decoding"]["accepted_by_source"].get("schema") is None
+    one = chat(client, "two", parallel_tool_calls=False)
+    assert len(one["choices"][0]["message"]["tool_calls"]) == 1 and one["choices"][0]["finish_reason"] == "tool_calls"
+    assert len(joined(chunks(client, "two", parallel_tool_calls=False))[1]) == 1
+    assert len(chat(client, "two")["choices"][0]["message"]["tool_calls"]) == 2
+
+
+def test_tool_results_in_a_second_turn(client):
+    call = chat(client)["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "result: sunny"}
+    again = chat(client, [{"role": "user", "content": "weather"}, call, result])
+    assert again["choices"][0]["message"]["content"] == "It is sunny in Oslo."
+
+
+def test_predictions_are_drafts_and_are_counted(client):
+    right = chat(client, "hello", tools=None, prediction={"type": "content", "content": SCRIPTS["hello"]})
+    details = right["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 10 and right["choices"][0]["message"]["content"] == SCRIPTS["hello"]
+    wrong = chat(client, "hello", tools=None, prediction={"type": "content", "content": "Something else entirely."})
+    assert wrong["choices"][0]["message"]["content"] == SCRIPTS["hello"]
+    assert wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+
+def test_speculation_can_be_switched_off_or_chosen(client):
+    off = chat(client, speculative=False)["metrics"]["speculative_decoding"]
+    assert off["num_draft_tokens"] == 0 and off["num_rounds"] > 20
+    only = chat(client, speculative={"method": "lookup"})["metrics"]["speculative_decoding"]
+    assert set(only["accepted_by_source"]) <= {"lookup"}
+
+
+def test_logprobs(client):
+    answer = chat(client, logprobs=True, top_logprobs=2)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert len(entries) == answer["usage"]["completion_tokens"]
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in entries)
+    streamed = [
+        e for c in chunks(client, logprobs=True) for e in ((c["choices"][0]["logprobs"] or {}).get("content", []))
+    ]
+    assert len(streamed) == len(entries)
+
+
+def test_completions(client):
+    response = client.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 400}).json()
+    assert response["object"] == "text_completion" and response["choices"][0]["text"] == SCRIPTS["hello"]
+    cut = client.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "echo": True, "logprobs": 1}).json()
+    assert cut["choices"][0]["finish_reason"] == "length" and cut["choices"][0]["text"].startswith("helloHello")
+    assert len(cut["choices"][0]["logprobs"]["tokens"]) == 16
+    two = client.post(
+        "/v1/completions", json={"model": "tiny", "prompt": ["hello", "weather"], "max_tokens": 400}
+    ).json()
+    assert [choice["text"] for choice in two["choices"]] == [SCRIPTS["hello"], CALL]
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "words"),
+    [
+        ({"messages": None}, 400, "messages", "required"),
+        ({"messages": []}, 400, "messages", "at least 1"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, None, "role must be one of"),
+        ({"messages": ["x"]}, 400, "messages[0]", "dictionary"),
+        ({"model": None}, 400, "model", "required"),
+        ({"model": "gpt"}, 404, "model", "No model 'gpt' here; this server has tiny, alias"),
+        ({"tools": []}, 400, "tools", "at least 1"),
+        ({"tools": [{"type": "web"}]}, 400, "tools[0].type", "must be \"function\""),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, 400, "tools[0].function.name", "1 to 256"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, 400,
+         "tools[0].function.parameters", "got list"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, 400,
+         "tools[0].function.parameters", "type \"object\""),
+        ({"tools": [WEATHER, WEATHER]}, 400, "tools", "Two tools are named"),
+        ({"tool_choice": "sometimes"}, 400, "tool_choice", "auto, none, required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "absent"}}}, 400, "tool_choice", "not among"),
+        ({"tools": None, "tool_choice": "required"}, 400, "tool_choice", "no tools"),
+        ({"temperature": -1}, 400, "temperature", "from 0"),
+        ({"temperature": "hot"}, 400, "temperature", "number"),
+        ({"top_p": 3}, 400, "top_p", "from 0 to 1"),
+        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+        ({"n": 99}, 400, "n", "less than or equal to 8"),
+        ({"logit_bias": {"word": 1}}, 400, "logit_bias", "token ids"),
+        ({"top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
+        ({"speculative": {"method": "magic"}}, 400, "speculative", "one of ar"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format", "json_schema"),
+        ({"stop": 3}, 400, "stop", "string"),
+        ({"messages": [{"role": "user", "content": "long " * 3000}]}, 400, "messages", "this target takes"),
+    ],
+)  # fmt: skip
+def test_wrong_requests(client, decoder, change, status, param, words):
+    decoder.target.context_length = 2000
+    sent = {key: value for key, value in {**body(), **change}.items() if value is not None}
+    for stream in (False, True):
+        response = client.post("/v1/chat/completions", json={**sent, "stream": stream})
+        error = response.json()["error"]
+        assert response.status_code == status, error
+        assert words in error["message"] and set(error) == {"message", "type", "param", "code"}
+        assert param is None or (error["param"] or "").startswith(param)
+        assert len(response.content) < 16_000
+    assert chat(client)["choices"][0]["finish_reason"] == "tool_calls"  # the next request works
+
+
+def test_the_code_for_a_prompt_that_is_too_long(client, decoder):
+    decoder.target.context_length = 100
+    error = client.post("/v1/chat/completions", json=body("long " * 300)).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
+
+
+def test_bodies_that_are_no_json_or_too_large(decoder):
+    with TestClient(create_app(decoder, ServerSettings(("tiny",), max_body_bytes=4000))) as client:
+        for raw in (b"{", b"", b"[1", b"\xff\xfe", b"nul", b'{"model": "tiny", "messages": '):
+            response = client.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
+            assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+        big = client.post("/v1/chat/completions", json=body("x" * 5000))
+        assert big.status_code == 413 and "larger than 4000" in big.json()["error"]["message"]
+        assert client.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found"
+        assert client.get("/v1/chat/completions").status_code == 405
+        assert chat(client)
+
+
+def test_deep_schemas_are_refused(client):
+    schema = {"type": "object"}
+    for _ in range(200):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    response = client.post("/v1/chat/completions", json=body(tools=[tool]))
+    assert response.status_code == 400 and "nested deeper" in response.json()["error"]["message"]
+
+
+def test_api_keys(decoder):
+    with TestClient(create_app(decoder, ServerSettings(("tiny",), api_keys=("secret",)))) as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            response = client.post("/v1/chat/completions", json=body(), headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert client.post("/v1/chat/completions", json=body(), headers={"authorization": "Bearer secret"}).is_success
+        assert client.get("/v1/models").status_code == 401 and client.get("/health").status_code == 200
+
+
+def test_a_fault_in_mid_stream_is_an_event_and_the_next_request_works(client, decoder):
+    decoder.target.fail_at = 3
+    with client.stream("POST", "/v1/chat/completions", json=body("long", stream=True)) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    error = json.loads(lines[-2].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error" and "broken" not in error["message"]
+    assert client.post("/v1/chat/completions", json=body("long")).status_code == 500
+    decoder.target.fail_at = None
+    assert chat(client)
+    assert "ooospec:requests_failed_total 2.0" in client.get("/metrics").text
+
+
+def test_time_limit(decoder):
+    decoder.target.delay_s = 0.05
+    with TestClient(create_app(decoder, ServerSettings(("tiny",), time_limit_s=0.3))) as client:
+        response = client.post("/v1/chat/completions", json=body("long", speculative=False))
+        assert response.status_code == 408 and "longer than 0.3 s" in response.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------- queue, memory, metrics, pages
+
+
+def test_memory_and_prefix_are_kept_apart_by_key_and_salt(client, decoder):
+    client.post("/v1/chat/completions", json=body(), headers={"authorization": "Bearer a"})
+    client.post("/v1/chat/completions", json=body(), headers={"authorization": "Bearer b"})
+    client.post("/v1/chat/completions", json=body(cache_salt="s"), headers={"authorization": "Bearer a"})
+    assert len({salt for _, salt in decoder.target.begun}) == 3
+    worker = client.app.state.ooospec.worker
+    assert len(worker._memories) == 3
+
+
+def test_metrics_add_up(client):
+    answers = [chat(client, content) for content in ("weather", "two", "hello")]
+    text = client.get("/metrics").text
+
+    def metric(name):
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+    speculation = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    assert metric("vllm:spec_decode_num_drafts_total") == sum(s["num_drafts"] for s in speculation)
+    assert metric("vllm:spec_decode_num_draft_tokens_total") == sum(s["num_draft_tokens"] for s in speculation)
+    assert metric("vllm:spec_decode_num_accepted_tokens_total") == sum(s["num_accepted_tokens"] for s in speculation)
+    assert metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == sum(
+        s["num_accepted_tokens"] for s in speculation
+    )
+    assert metric("vllm:generation_tokens_total") == sum(a["usage"]["completion_tokens"] for a in answers)
+    assert metric("vllm:request_success_total") == 3
+
+
+def test_small_routes(client):
+    assert client.get("/health").json() == {"status": "ok"}
+    assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["tiny", "alias"]
+    assert client.get("/v1/models/alias").json()["id"] == "alias"
+    assert client.get("/v1/models/other").status_code == 404
+    assert "version" in client.get("/version").json()
+    assert "OoO-Spec inspector" in client.get("/ui").text
+    chat(client)
+    (run,) = client.get("/ui/recent").json()
+    assert run["question"] == "weather" and run["rounds"] and "key" not in run
+    assert client.get("/ui/recent", headers={"authorization": "Bearer other"}).json() == []
+
+
+# ---------------------------------------------------------------- over the wire, with OpenAI's own client
+
+
+class Served:
+    """The app under uvicorn on a free loopback port."""
+
+    def __init__(self, decoder, **settings):
+        config = uvicorn.Config(create_app(decoder, ServerSettings(("tiny",), **settings)), port=0, log_level="error")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/v1"
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(20)
+
+
+def test_openais_client(decoder):
+    with Served(decoder) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="x", max_retries=0)
+        answer = client.chat.completions.create(**body())
+        assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+        with client.chat.completions.stream(**body("two")) as stream:
+            for _ in stream:
+                pass
+            calls = stream.get_final_completion().choices[0].message.tool_calls
+        assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Oslo", "São José 😀"]
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(**body(temperature=-3))
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**{**body(), "model": "x"})
+        assert [model.id for model in client.models.list()] == ["tiny"]
+
+        async def both():
+            async with openai.AsyncOpenAI(base_url=served.url, api_key="x", max_retries=0) as async_client:
+                asked = [async_client.chat.completions.create(**body(c)) for c in ("weather", "hello", "two")]
+                return await asyncio.gather(*asked)
+
+        one, two, three = asyncio.run(both())
+        assert one.choices[0].message.tool_calls and two.choices[0].message.content == SCRIPTS["hello"]
+        assert len(three.choices[0].message.tool_calls) == 2
+
+
+def test_a_client_that_goes_away_ends_the_work(decoder):
+    decoder.target.delay_s = 0.02
+    with Served(decoder) as served:
+        sent = body("long", speculative=False)
+        with httpx.stream("POST", f"{served.url}/chat/completions", json={**sent, "stream": True}) as response:
+            next(response.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/chat/completions", json=sent, timeout=0.3)
+        start = time.monotonic()
+        answer = httpx.post(f"{served.url}/chat/completions", json=body(), timeout=30)
+        assert answer.status_code == 200 and time.monotonic() - start < 3
+        text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
+        assert "ooospec:requests_aborted_total 2.0" in text
+
+
+def test_a_full_queue_says_when_to_come_back_and_keys_take_turns(decoder):
+    decoder.target.delay_s = 0.01
+    with Served(decoder, max_queue=2) as served:
+
+        def post(key):
+            sent = body("hello", speculative=False)
+            return httpx.post(f"{served.url}/chat/completions", json=sent, headers={"authorization": key}, timeout=60)
+
+        threads, answers = [], []
+        for key in ("a", "a", "a", "b", "a", "a"):
+            threads.append(threading.Thread(target=lambda k=key: answers.append((k, post(k)))))
+            threads[-1].start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        refused = [answer for _, answer in answers if answer.status_code == 429]
+        assert refused and all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert all(answer.json()["error"]["code"] == "queue_full" for answer in refused)
+        assert all(answer.status_code in (200, 429) for _, answer in answers)
+
+
+def test_the_next_key_is_served_before_the_same_one_again(decoder):
+    decoder.target.delay_s = 0.01
+    with Served(decoder) as served:
+
+        def post(key):
+            sent = body("hello", speculative=False, tools=None)
+            httpx.post(
+                f"{served.url}/chat/completions", json=sent, headers={"authorization": f"Bearer {key}"}, timeout=60
+            )
+
+        threads = []
+        for key in ("a", "a", "a", "b"):
+            threads.append(threading.Thread(target=post, args=(key,)))
+            threads[-1].start()
+            time.sleep(0.03)
+        for thread in threads:
+            thread.join()
+    order = [salt.split()[1] for _, salt in decoder.target.begun]
+    assert order[0] == "a" and order.index("b") <= 2
+
+
+def test_a_real_tiny_model_behind_the_server(tiny_llama):
+    with Decoder(tiny_llama, None, budget="fixed") as decoder:
+        assert isinstance(decoder.target, TargetModel)
+        with TestClient(create_app(decoder, ServerSettings(("tiny",)))) as client:
+            plain = chat(client, max_tokens=30, speculative=False)
+            drafted = chat(client, max_tokens=30)
+            assert plain["choices"][0]["message"] == drafted["choices"][0]["message"]
+            assert drafted["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            forced = chat(client, max_tokens=200, tool_choice="required")
+            arguments = forced["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+            assert forced["choices"][0]["finish_reason"] in ("tool_calls", "length") and arguments.startswith("{")
