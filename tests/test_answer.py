@@ -29,8 +29,8 @@ def view(events):
     return content, reasoning, calls
 
 
-def answer(call_format, text, cuts=(), **options):
-    stream, at, events = AnswerStream(call_format, TOOLS, **options), 0, []
+def answer(call_format, text, cuts=(), tools=TOOLS, **options):
+    stream, at, events = AnswerStream(call_format, tools, **options), 0, []
     for cut in [*sorted(cuts), len(text)]:
         events += stream.push(text[at:cut])
         at = max(at, cut)

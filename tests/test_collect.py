@@ -226,6 +226,12 @@ def test_collection_goes_on_after_a_kill_and_counts_what_it_left_out(tmp_path):
     assert third.asked == []
 
 
+def test_a_teacher_that_calls_a_function_of_an_evaluation_set_is_not_learned_from(tmp_path):
+    inventory = Inventory(frozenset({"weather"}), frozenset())
+    counts = collect(planned(2), Scripted(), tmp_path, inventory)
+    assert counts["traces"] == 0 and counts["calls a function named like one of an evaluation set"] == 2
+
+
 def test_collection_stops_after_its_time(tmp_path):
     assert collect(planned(), Scripted(), tmp_path, NOTHING, seconds=0)["traces"] == 1
 

@@ -36,6 +36,16 @@ ARGUMENTS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+def written_in(call_format, style, tools, name, arguments):
+    """The text of one call of any tool, if the hint says all."""
+    tool = next(tool for tool in tools if tool.name == name)
+    names = [slot.name for slot in tool.slots]
+    values = {s: SlotHint(name, s, arguments.get(s), s in arguments, 0.9) for s in names}
+    guess = Guess([(tool, 0.9)], lambda _, slot: values[slot])
+    pieces = next(iter(continuations(call_format.scanner(tools), style, guess)))
+    return "".join(piece.text for piece in pieces)
+
+
 def written(call_format, style, calls):
     """The text a drafter would write for these calls in this style, if the hint says all."""
     text = ""
@@ -50,8 +60,8 @@ def written(call_format, style, calls):
     return text
 
 
-def scan(call_format, text, cuts=()):
-    scanner, at = call_format.scanner(TOOLS), 0
+def scan(call_format, text, cuts=(), tools=TOOLS):
+    scanner, at = call_format.scanner(tools), 0
     for cut in [*sorted(cuts), len(text)]:
         scanner.feed(text[at:cut])
         at = max(at, cut)

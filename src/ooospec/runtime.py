@@ -324,11 +324,8 @@ class Request:
         self.tools = self.choice.active(self.conversation.tools)
         self.constraint = self._constraint(tools, parallel_tool_calls, read_response_format(response_format))
         codec = decoder.loaded.codec
-        single = (
-            FirstCall(codec, self.call_format.scanner(self.tools), self.tools)
-            if self.tools and not parallel_tool_calls
-            else None
-        )
+        watched = self.tools and not parallel_tool_calls
+        single = FirstCall(codec, self.call_format.scanner(self.tools), self.tools) if watched else None
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()), single)
         self.sampling = Sampling.of(sampling)
         policy = check_policy(budget) if budget is not None else decoder.budget

@@ -53,9 +53,9 @@ Event = Content | Reasoning | CallBegins | ArgumentsGrow
 class ThinkSplitter:
     """Tell the words of a reasoning block from the answer after it, in any chunks."""
 
-    def __init__(self, thinking: bool, reasons: bool) -> None:
-        """`thinking` = the prompt ends inside the block; `reasons` = one may open the answer."""
-        self.thinking, self._undecided = thinking, reasons and not thinking
+    def __init__(self, thinking: bool, reasons: bool, marks: tuple[str, str] = THINK) -> None:
+        """`thinking` = the prompt ends inside the block; `reasons` = one may open the answer, between the `marks`."""
+        self.thinking, self._undecided, self._marks = thinking, reasons and not thinking, marks
         self._text = ""
 
     @property
@@ -68,20 +68,22 @@ class ThinkSplitter:
         self._text += text
         if self._undecided:
             start = self._text.lstrip()
-            if not final and len(start) < len(THINK[0]) and THINK[0].startswith(start):
+            opening = self._marks[0]
+            if not final and len(start) < len(opening) and opening.startswith(start):
                 return "", ""
             self._undecided = False
-            if start.startswith(THINK[0]):
-                self.thinking, self._text = True, start[len(THINK[0]) :]
+            if start.startswith(opening):
+                self.thinking, self._text = True, start[len(opening) :]
         if not self.thinking:
             answer, self._text = self._text, ""
             return "", answer
-        at = self._text.find(THINK[1])
-        cut = at if at >= 0 else len(self._text) if final else held_back(self._text, 0, THINK[1:])
+        ending = self._marks[1]
+        at = self._text.find(ending)
+        cut = at if at >= 0 else len(self._text) if final else held_back(self._text, 0, [ending])
         thought, answer = self._text[:cut], ""
         self._text = self._text[cut:]
         if at >= 0:
-            self.thinking, answer, self._text = False, self._text[len(THINK[1]) :], ""
+            self.thinking, answer, self._text = False, self._text[len(ending) :], ""
         return thought, answer
 
 
@@ -97,7 +99,8 @@ class AnswerStream:
         self._closers = _longest_first(call_format.closers) if self._scanner and call_format else []
         self._markers = _longest_first([*self._openers, *self._closers])
         self._tags = [marker for marker in self._markers if marker.startswith(("<", "[TOOL"))]  # no ordinary text
-        self._splitter = ThinkSplitter(thinking, reasons)
+        marks = call_format.reasoning if call_format is not None else None
+        self._splitter = ThinkSplitter(thinking, reasons or marks is not None, marks or THINK)
         self._shown = 0  # characters of the scanner's text that are out or dropped
         self._names = {tool.name for tool in tools}
         self._found = 0  # calls of the scanner that have been looked at

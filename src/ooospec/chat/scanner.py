@@ -49,6 +49,8 @@ class CallSpans:
     name: Span | None = None
     arguments: Span | None = None
     arguments_key: str | None = None
+    quoted: bool = False
+    """The arguments are a JSON string that holds the object."""
     items: list[Item] = field(default_factory=list)
     end: int | None = None
 
@@ -92,7 +94,9 @@ class Scanner(ABC):
     def certain(self) -> bool:
         """Tell whether the open call can only be a call: its name is known and its arguments have begun."""
         call = self.open
-        return call is not None and call.is_call() and call.name is not None and call.name.end is not None
+        if call is None or call.quoted or not call.is_call():
+            return False
+        return call.name is not None and call.name.end is not None
 
     def finished(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield (name, arguments, arguments as JSON text) of every finished call; what json refuses is left out."""
@@ -125,7 +129,7 @@ def held_back(text: str, start: int, markers: Iterable[str]) -> int:
 
 
 class CallScanner(Scanner):
-    """Calls that are one JSON object: `name`, and `arguments` or `parameters`."""
+    """Calls that are one JSON object: `name`, and `arguments` or `parameters`, an object or a string that holds one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,8 +231,8 @@ class CallScanner(Scanner):
             self._top_key = self._key.of(self.text)
             if self._top_key == "name" and char == '"' and self.open.name is None:
                 self.open.name = Span(i + 1)
-            elif self._top_key in ARGUMENT_KEYS and char == "{" and self.open.arguments is None:
-                self.open.arguments, self.open.arguments_key = Span(i), self._top_key
+            elif self._top_key in ARGUMENT_KEYS and char in '{"' and self.open.arguments is None:
+                self.open.arguments, self.open.arguments_key, self.open.quoted = Span(i), self._top_key, char == '"'
         elif self.in_arguments and self._top_key in ARGUMENT_KEYS and self.open.items:
             self.open.items[-1].value = Span(i)
         self._push(char)
@@ -262,7 +266,7 @@ class CallScanner(Scanner):
             self._close_value(i + 1)
             return
         self.open.end = i + 1
-        if self.open.is_call():
+        if self.open.is_call() and (not self.open.quoted or self.arguments_text(self.open)):
             self.calls.append(self.open)
         self.open, self._mode = None, "text"
 
@@ -270,6 +274,17 @@ class CallScanner(Scanner):
         """Give the object up as plain text and look at the character again."""
         self.open, self._stack, self._mode, self._escaped = None, [], "text", False
         return i
+
+    def arguments_text(self, call: CallSpans) -> str:
+        """Return the arguments as they stand; those in a string once it is whole, "" if it holds no object."""
+        text = super().arguments_text(call)
+        if not call.quoted:
+            return text
+        try:
+            inner = json.loads(text, strict=False)
+            return inner if isinstance(json.loads(inner, strict=False), dict) else ""
+        except (ValueError, TypeError, RecursionError):
+            return ""
 
     def name_of(self, call: CallSpans) -> str:
         """Return the name of a call, its escapes resolved."""

@@ -19,7 +19,7 @@ import msgspec
 from ooospec.models.progress import Progress, Silent
 from ooospec.train.augment import Variation, tool_pool, vary
 from ooospec.train.decontaminate import Inventory
-from ooospec.train.records import Example, append_example, read_examples
+from ooospec.train.records import Call, Example, append_example, read_examples
 from ooospec.train.sources import SOURCES, load_source
 from ooospec.train.teachers import NoCall, Teacher
 
@@ -111,7 +111,7 @@ def collect(
                 ready, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in ready:
                     example = running.pop(future)
-                    _keep(out, example, future.result(), teacher.name)
+                    _keep(out, example, future.result(), teacher.name, inventory)
                     finished += 1
                     progress.update("collect", finished, total)
                     following = next(waiting, None) if time.monotonic() < end else None
@@ -129,12 +129,14 @@ def _ask(teacher: Teacher, example: Example) -> Any:
         return str(reason)
 
 
-def _keep(out: Path, example: Example, answer: Any, teacher: str) -> None:
-    if isinstance(answer, str):
+def _keep(out: Path, example: Example, answer: Any, teacher: str, inventory: Inventory) -> None:
+    """Write down an answer, or why there is none; the teacher may have called another tool than the data set."""
+    trace = msgspec.structs.replace(example, calls=(answer,), teacher=teacher) if isinstance(answer, Call) else None
+    if trace is None or (answer := inventory.clash(trace)):
         with (out / SKIPPED).open("ab") as sink:
             sink.write(msgspec.json.encode(_Skipped(example.id, answer)) + b"\n")
     else:
-        append_example(out / TRACES, msgspec.structs.replace(example, calls=(answer,), teacher=teacher))
+        append_example(out / TRACES, trace)
 
 
 def _answered(out: Path) -> set[str]:

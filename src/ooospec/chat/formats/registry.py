@@ -32,6 +32,8 @@ class CallFormat:
     """Text before a call that is no content."""
     closers: tuple[str, ...] = ()
     """Text after a call that is no content, separators included."""
+    reasoning: tuple[str, str] | None = None
+    """What opens and ends a reasoning block, where the format itself has one."""
 
 
 FORMATS: dict[str, CallFormat] = {}
@@ -149,6 +151,7 @@ def _headed(
     closing: str = "",
     openers: Sequence[str] = (),
     closers: Sequence[str] = (),
+    reasoning: tuple[str, str] | None = None,
 ) -> None:
     register_format(
         CallFormat(
@@ -159,6 +162,7 @@ def _headed(
             lambda prompt: [_headed_style(opening, head.marker, head.gap, end, closing)],
             tuple(marker for marker in (opening, *openers) if marker),
             tuple(marker.strip() for marker in (end, closing, *closers) if marker.strip()),
+            reasoning,
         )
     )
 
@@ -180,7 +184,10 @@ _headed(
 _headed(
     "harmony", "a message to functions.name on the commentary channel: gpt-oss",
     Head("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"), [("<|channel|>", "<|constrain|>")],
-    "", "<|call|>", "", ("<|start|>assistant",), ("<|start|>assistant",),
+    "", "<|call|>", "",
+    ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|channel|>",
+     "<|message|>"),
+    ("<|start|>assistant", "<|end|>", "<|return|>"), ("<|channel|>analysis<|message|>", "<|end|>"),
 )  # fmt: skip
 _headed(
     "function_tag", "<function=name>{..}</function>: Llama 3.1's custom tools",

@@ -1,0 +1,177 @@
+"""Kinds of faults that users of tool calling have met elsewhere: each with its neighbours, under every division."""
+
+import json
+
+import pytest
+
+from ooospec.chat.formats.registry import FORMATS
+from ooospec.chat.schema import read_tools
+from test_answer import answer
+from test_formats import scan
+
+TOOLS = read_tools(
+    [
+        {"name": "note", "parameters": {"type": "object", "properties": {
+            "text": {"type": "string"}, "count": {"type": "integer"}, "ratio": {"type": "number"},
+            "on": {"type": "boolean"}, "free": {}, "maybe": {"type": ["string", "null"]},
+            "list": {"type": "array"}, "map": {"type": "object"}}, "required": ["text"]}},
+        {"name": "files-read.all", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
+        {"name": "wetter_für", "parameters": {"type": "object", "properties": {"straße": {"type": "string"}}}},
+        {"name": "ping"},
+    ]
+)  # fmt: skip
+
+
+def hermes(name, arguments, raw=None):
+    text = json.dumps(arguments, ensure_ascii=False) if raw is None else raw
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+
+
+def coder(name, **arguments):
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def check(name, text, calls, content="", reasoning="", **options):
+    for cuts in ((), range(len(text)), range(0, len(text), 3), range(0, len(text), 11)):
+        found = answer(FORMATS[name], text, cuts, tools=TOOLS, **options)
+        assert found == (content, reasoning, calls), (cuts, found)
+
+
+VALUES = [
+    {"text": "São José 😀 漢字"}, {"text": 'say "hi" to them'}, {"text": "tab\there\nand a break"},
+    {"text": "C:\\new\\table\\"}, {"text": "ends in a backslash \\"}, {"text": ""}, {"text": " spaces around "},
+    {"text": "</tool_call> and {\"name\": \"ping\", \"arguments\": {}}"}, {"text": "null"}, {"text": "true"},
+    {"text": "007"}, {"text": "1e5"}, {"text": "x", "count": -5}, {"text": "x", "ratio": -74.0046539},
+    {"text": "x", "count": 12345678901234567890}, {"text": "x", "on": False}, {"text": "x", "maybe": None},
+    {"text": "x", "list": [[1, 2.5], [-3, "a"]], "map": {"k": None, "s": "it's", "deep": {"er": [{}]}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", VALUES, ids=lambda a: json.dumps(a)[:40])
+@pytest.mark.parametrize(
+    "name", ["hermes", "llama3_json", "mistral", "mistral_named", "pythonic", "qwen3_coder", "harmony"]
+)
+def test_values_of_every_kind_survive_in_every_family(name, arguments):
+    from test_formats import written_in
+
+    text = written_in(FORMATS[name], FORMATS[name].styles("")[0], TOOLS, "note", arguments)
+    if name == "qwen3_coder" and any(mark in str(arguments) for mark in ("</", " spaces ", "\\n")):
+        pytest.skip("raw text between tags: line breaks and tags of its own are the format's limit")
+    (found,) = scan(FORMATS[name], text, tools=TOOLS)
+    assert found == ("note", arguments)
+    _, _, calls = answer(FORMATS[name], text, range(len(text)), tools=TOOLS)
+    assert [(n, json.loads(raw, strict=False)) for n, raw in calls] == [found]
+
+
+def test_escapes_are_the_targets_own_byte_for_byte():
+    for raw in (
+        '{"text": "\\ubcd1\\ubaa9 \\ud83d\\ude00"}',
+        '{"text": "a\\\\nb"}',
+        '{"text":"a\\/b", "count":   3}',
+        '{"ratio": 1.10}',
+    ):
+        check("hermes", hermes("note", None, raw), [("note", raw)])
+
+
+def test_raw_values_are_typed_by_the_schema():
+    text = coder("note", text="02134", count="5", on="True", free="5", maybe="null", map='{"k": 1}', list="[1]")
+    wanted = '{"text": "02134", "count": 5, "on": true, "free": 5, "maybe": null, "map": {"k": 1}, "list": [1]}'
+    check("qwen3_coder", text, [("note", wanted)])
+    check("qwen3_coder", coder("note", text="null", free="true"), [("note", '{"text": "null", "free": true}')])
+
+
+def test_names_of_every_kind():
+    check("hermes", hermes("files-read.all", {"path": "x"}), [("files-read.all", '{"path": "x"}')])
+    check("hermes", hermes("wetter_für", {"straße": "Ä 1"}), [("wetter_für", '{"straße": "Ä 1"}')])
+    check("pythonic", '[files-read.all(path="x")]', [("files-read.all", '{"path": "x"}')])
+    check("mistral_named", '[TOOL_CALLS]files-read.all[ARGS]{"path": "x"}', [("files-read.all", '{"path": "x"}')])
+    check("hermes", hermes("wetter_f\\u00fcr", {}), [("wetter_für", "{}")])
+    long = read_tools([{"name": "n" * 64}])
+    assert answer(FORMATS["hermes"], hermes("n" * 64, {}), range(200), tools=long)[2] == [("n" * 64, "{}")]
+
+
+def test_calls_without_arguments():
+    check("hermes", hermes("ping", {}), [("ping", "{}")])
+    check("pythonic", "[ping()]", [("ping", "{}")])
+    check("qwen3_coder", "<tool_call>\n<function=ping>\n</function>\n</tool_call>", [("ping", "{}")])
+
+
+def test_words_and_calls_side_by_side():
+    two = hermes("ping", {}) + "\n" + hermes("note", {"text": "b"})
+    check("hermes", "Sure!\n" + two, [("ping", "{}"), ("note", '{"text": "b"}')], "Sure!")
+    check("hermes", "<tool_call> I should ping.\n" + hermes("ping", {}), [("ping", "{}")], "I should ping.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Here: {"name": "Bingo", "age": 30}',
+        'As JSON: {"name": "Bingo", "arguments": {"age": 30}}',
+        'Call it with {"path": "x"}.',
+        "Use ping() or note(text='x') in Python.",
+    ],
+)
+def test_answers_that_only_look_like_calls_are_content(text):
+    check("hermes", text, [], text)
+
+
+def test_an_object_in_a_fence_is_a_call_if_its_function_was_offered():
+    check("hermes", '```json\n{"name": "ping", "arguments": {}}\n```', [("ping", "{}")])
+    check(
+        "hermes",
+        '```json\n{"name": "pong", "arguments": {}}\n```',
+        [],
+        '```json\n{"name": "pong", "arguments": {}}\n```',
+    )
+
+
+def test_extra_keys_and_other_names_for_arguments():
+    check("llama3_json", '{"type": "function", "name": "ping", "parameters": {}}', [("ping", "{}")])
+    check(
+        "granite",
+        '<tool_call>{"name": "note", "arguments": "{\\"text\\": \\"a b\\"}"}</tool_call>',
+        [("note", '{"text": "a b"}')],
+    )
+    text = '{"name": "note", "arguments": "no object"}'
+    check("granite", text, [], text)
+
+
+def test_calls_in_reasoning_are_reasoning():
+    inside = hermes("ping", {}) + " or not"
+    check("hermes", f"<think>{inside}</think>\n" + hermes("ping", {}), [("ping", "{}")], "", inside, reasons=True)
+
+
+def test_harmony_channels():
+    call = '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text":"x"}<|call|>'
+    check(
+        "harmony",
+        f"<|channel|>analysis<|message|>Look.<|end|><|start|>assistant{call}",
+        [("note", '{"text":"x"}')],
+        "",
+        "Look.",
+    )
+    check("harmony", "<|channel|>final<|message|>Done.", [], "Done.")
+    odd = '<|channel|>commentary?<|channel|>commentary to=functions.note<|message|>{"text":"x"}<|call|>'
+    check("harmony", odd, [("note", '{"text":"x"}')], "commentary?")
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "mistral_named"])
+def test_what_was_cut_off_is_not_lost_without_trace(name):
+    from test_formats import written_in
+
+    arguments = {"text": "one two", "count": 3}
+    text = written_in(FORMATS[name], FORMATS[name].styles("")[0], TOOLS, "note", arguments)
+    whole = answer(FORMATS[name], text, tools=TOOLS)[2][0][1]
+    for end in range(text.index("3"), len(text)):
+        _, _, calls = answer(FORMATS[name], text[:end], range(end), tools=TOOLS)
+        assert calls == answer(FORMATS[name], text[:end], tools=TOOLS)[2]
+        assert calls[0][0] == "note" and whole.startswith(calls[0][1]) and "one two" in calls[0][1]
+
+
+def test_malformed_tags_stream_as_they_read():
+    text = "<tool_call>\n<function=note>\n<parameter=\necho X\n</parameter>\n<parameter=text=\n</parameter>\n"
+    text += "</function>\n</tool_call>"
+    whole = answer(FORMATS["qwen3_coder"], text, tools=TOOLS)
+    for step in (1, 2, 5, 9):
+        assert answer(FORMATS["qwen3_coder"], text, range(0, len(text), step), tools=TOOLS) == whole
