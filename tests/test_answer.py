@@ -123,7 +123,17 @@ def test_reasoning_that_never_ends():
     assert answer(FORMATS["hermes"], "on and on </thi", (4, 12), thinking=True) == ("", "on and on </thi", [])
 
 
-PARTS = ["<tool_call>", "</tool_call>", "```json", "```", "word", '{"name": "other", "arguments": {}}', *'\n {}":,é<']
+BROKEN = '{"name": "other", "arguments": {"s": "x" "i": 3}}'
+PARTS = [
+    BROKEN,
+    "<tool_call>",
+    "</tool_call>",
+    "```json",
+    "```",
+    "word",
+    '{"name": "other", "arguments": {}}',
+    *'\n {}":,é<',
+]
 
 
 @settings(max_examples=300, deadline=None)

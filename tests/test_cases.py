@@ -175,3 +175,124 @@ def test_malformed_tags_stream_as_they_read():
     whole = answer(FORMATS["qwen3_coder"], text, tools=TOOLS)
     for step in (1, 2, 5, 9):
         assert answer(FORMATS["qwen3_coder"], text, range(0, len(text), step), tools=TOOLS) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '{"name": "note", "arguments": {"text": "a" "count": 3}}\n{"name": "ping", "arguments": {}}'),
+        ("hermes", '{"name": "note", "arguments": {"text": "a", // why\n "count": 3}}'),
+        ("llama3_json", '{"name": "note", "parameters": {"text": tru, "count"}}; {"name": "ping", "parameters": {}}'),
+        ("pythonic", '[note(text="a", 3), ping()]'),
+        ("pythonic", "You can use note(text) or ping(now) for that."),
+        ("pythonic", 'note("positional")'),
+        ("qwen3_coder", "<function=note>\n<parameter=text>\na\n</parameter>\noops</function>"),
+        ("mistral_named", '[TOOL_CALLS]note[ARGS]{"text": "a" "count": 3}[TOOL_CALLS]ping[ARGS]{}'),
+    ],
+)
+def test_calls_that_break_off_read_alike_under_every_division(name, text):
+    whole = answer(FORMATS[name], text, tools=TOOLS)
+    for step in (1, 2, 3, 7, 50):
+        assert answer(FORMATS[name], text, range(0, len(text), step), tools=TOOLS) == whole
+    assert len({call for call, _ in whole[2]}) == len(whole[2])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("Oslo", '"Oslo"'),
+        ("true", "true"),
+        ("True", "true"),
+        ("1+2", '"1+2"'),
+        ("f'{x}'", "\"f'{x}'\""),
+        ("1.10", "1.10"),
+        ("(1, 2)", "[1, 2]"),
+        (r"'\ud83d\ude00'", '"😀"'),
+        ("{1, 2}", '"{1, 2}"'),
+        ("[" * 3000 + "]" * 3000, None),
+    ],
+)
+def test_python_values_never_fail(value, expected):
+    _, _, calls = answer(FORMATS["pythonic"], f"[note(text={value})]", tools=TOOLS)
+    ((_, raw),) = calls
+    raw.encode()
+    if expected is not None:
+        assert raw == f'{{"text": {expected}}}'
+
+
+def test_constants_that_json_lacks_become_text():
+    check("qwen3_coder", coder("note", free="NaN"), [("note", '{"free": "NaN"}')])
+
+
+def test_a_stray_quote_swallows_no_call():
+    text = 'He wrote {"quote and left.\n' + hermes("ping", {})
+    check("hermes", text, [("ping", "{}")], 'He wrote {"quote and left.')
+
+
+def test_declared_names_with_odd_characters_are_found_before_arguments():
+    tools = read_tools([{"name": "weather:get now"}, {"name": "weather"}])
+    text = '[TOOL_CALLS]weather:get now[ARGS]{"a": 1}[TOOL_CALLS]weather[ARGS]{}'
+    for cuts in ((), range(len(text))):
+        assert answer(FORMATS["mistral_named"], text, cuts, tools=tools)[2] == [
+            ("weather:get now", '{"a": 1}'),
+            ("weather", "{}"),
+        ]
+
+
+@pytest.mark.parametrize("text", ["<function=note<parameter=text>\na\n</parameter></function>"])
+def test_tags_without_their_line_breaks(text):
+    check("qwen3_coder", text, [("note", '{"text": "a"}')])
+    check("glm", "<tool_call>ping</tool_call>", [("ping", "{}")])
+    check(
+        "glm", "<tool_call>note<arg_key>text</arg_key><arg_value>a</arg_value></tool_call>", [("note", '{"text": "a"}')]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    [
+        ("hermes", "<tool_call>\n"),
+        ("hermes", "```\n"),
+        ("hermes", '{"a": '),
+        ("qwen3_coder", "<function=note>\n\n\n"),
+        ("pythonic", "note(text=["),
+        ("glm", "<tool_call>note\n\n"),
+    ],
+)
+def test_degenerate_output_takes_linear_time(name, piece):
+    """Counted in lines of Python: ten times the text takes about ten times as many."""
+    import sys
+
+    from ooospec.chat.answer import AnswerStream
+
+    def lines(count):
+        stream, seen = AnswerStream(FORMATS[name], TOOLS), 0
+
+        def trace(frame, event, arg):
+            nonlocal seen
+            seen += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            for _ in range(count):
+                stream.push(piece)
+            stream.close()
+        finally:
+            sys.settrace(None)
+        return seen
+
+    assert lines(1000) < 14 * lines(100)
+
+
+def test_schemas_that_refer_to_each_other_are_read_in_linear_time():
+    names = [f"d{i}" for i in range(40)]
+    definitions = {
+        name: {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in names if other != name]} for name in names
+    }
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
+    (tool,) = read_tools([{"name": "f", "parameters": schema}])
+    assert tool.slots[0].name == "a"
+    loop = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}},
+            "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}}  # fmt: skip
+    assert read_tools([{"name": "f", "parameters": loop}])[0].slots[0].types == ("object",)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ooospec.errors import UsageError
-from ooospec.train.augment import Variation, as_prose, tool_pool, vary
+from ooospec.train.augment import Variation, after_calls, as_prose, tool_pool, vary
 from ooospec.train.collect import Plan, collect, is_dev, plan
 from ooospec.train.decontaminate import Inventory, normalized_name
 from ooospec.train.records import Call, Example, append_example, fault, read_examples
@@ -194,6 +194,17 @@ def test_variation_keeps_called_tools_is_stable_and_bounded():
     shapes = {tuple(t.name for t in vary(many, pool, Variation(), seed).request()[0]) for seed in range(40)}
     assert all("weather" in names and len(names) <= 4 for names in shapes) and len(shapes) > 10
     assert vary(many, pool, Variation(), 7) == vary(many, pool, Variation(), 7)
+
+
+def test_calls_that_were_made_stand_in_the_dialogue():
+    two = msgspec.structs.replace(example(), calls=(Call("news", {"topic": "x"}), Call("weather", {"city": "Rome"})))
+    midway = after_calls(two, 1)
+    assert midway.calls == (Call("weather", {"city": "Rome"}),) and not fault(midway)
+    assert [m["role"] for m in midway.messages] == ["user", "assistant", "tool"]
+    text = as_prose(midway).messages[-1]["content"]
+    assert '<tool_call>\n{"name": "news", "parameters": {"topic": "x"}}\n</tool_call>\n<obs>{"api_name": "news"' in text
+    shapes = {len(vary(msgspec.structs.replace(two, id=str(i)), [], Variation(prose=0.0), 0).calls) for i in range(30)}
+    assert shapes == {1, 2}
 
 
 def test_prose_has_the_same_tools_and_words():

@@ -259,3 +259,19 @@ def test_a_format_of_ones_own():
     with pytest.raises(UsageError, match="Unknown call format 'mine'; choose one of deepseek_v3"):
         format_named("mine")
     assert json.dumps({}) == "{}"
+
+
+def test_the_documented_format_of_ones_own():
+    from pathlib import Path
+
+    page = Path(__file__).parents[1] / "docs" / "write_a_call_format.md"
+    code = page.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    try:
+        exec(compile(code, str(page), "exec"), {})
+        mine = format_named("mine")
+        text = written(mine, mine.styles("")[0], [("get_weather", {"s": "Oslo", "i": 3}), ("other", {})])
+        assert text.startswith('@call get_weather with {"s": "Oslo", "i": 3}')
+        assert scan(mine, text, range(len(text))) == [("get_weather", {"s": "Oslo", "i": 3}), ("other", {})]
+        assert detect_format("say @call name")[0] is mine
+    finally:
+        FORMATS.pop("mine", None)

@@ -261,7 +261,11 @@ def test_completions(client):
         ({"top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
         ({"speculative": {"method": "magic"}}, 400, "speculative", "one of ar"),
         ({"response_format": {"type": "xml"}}, 400, "response_format", "json_schema"),
-        ({"stop": 3}, 400, "stop", "string"),
+        ({"stop": 3}, 400, "stop", "list"),
+        ({"stop": ["x"] * 17}, 400, "stop", "at most 16"),
+        ({"stop": "x" * 300}, 400, "stop", "at most 256"),
+        ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "token ids"),
+        ({"repetition_penalty": 1e-308}, 400, "repetition_penalty", "from 0.01"),
         ({"messages": [{"role": "user", "content": "long " * 3000}]}, 400, "messages", "this target takes"),
     ],
 )  # fmt: skip
@@ -294,6 +298,30 @@ def test_bodies_that_are_no_json_or_too_large(decoder):
         assert client.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found"
         assert client.get("/v1/chat/completions").status_code == 405
         assert chat(client)
+
+
+def test_half_characters_and_deep_arguments(client):
+    raw = json.dumps(body("half \ud800"))
+    response = client.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "surrogate" in response.json()["error"]["message"]
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": "[" * 100_000}}
+    history = [{"role": "user", "content": "weather"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+               {"role": "tool", "tool_call_id": "c", "content": "result: sunny"}]  # fmt: skip
+    assert chat(client, history)["choices"][0]["message"]["content"] == "It is sunny in Oslo."
+    assert client.get("/ui/recent").status_code == 200
+
+
+def test_sampling_without_a_seed_differs_and_with_one_does_not(tiny_llama):
+    with Decoder(tiny_llama, None, budget="fixed") as made, TestClient(
+        create_app(made, ServerSettings(("tiny",)))
+    ) as client:  # fmt: skip
+
+        def text(**more):
+            return chat(client, max_tokens=20, temperature=2.0, tools=None, **more)["choices"][0]["message"]["content"]
+
+        assert len({text() for _ in range(4)}) > 1
+        assert text(seed=7) == text(seed=7)
+        assert text(seed=2**63 - 1, n=2)
 
 
 def test_deep_schemas_are_refused(client):
@@ -344,6 +372,40 @@ def test_memory_and_prefix_are_kept_apart_by_key_and_salt(client, decoder):
     assert len({salt for _, salt in decoder.target.begun}) == 3
     worker = client.app.state.ooospec.worker
     assert len(worker._memories) == 3
+
+
+def test_the_time_limit_counts_the_queue(decoder):
+    decoder.target.delay_s = 0.02
+    with Served(decoder, time_limit_s=1.0) as served:
+        sent = body("long", speculative=False)
+        first = threading.Thread(target=lambda: httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60))
+        first.start()
+        time.sleep(0.1)
+        start = time.monotonic()
+        second = httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60)
+        first.join()
+        assert second.status_code == 408 and time.monotonic() - start < 5
+
+
+def test_clients_that_left_the_queue_do_not_fill_it(decoder):
+    decoder.target.delay_s = 0.02
+    with Served(decoder, max_queue=2) as served:
+
+        def post(timeout, content="long"):
+            sent = body(content, speculative=False)
+            try:
+                return httpx.post(f"{served.url}/chat/completions", json=sent, timeout=timeout).status_code
+            except httpx.ReadTimeout:
+                return None
+
+        threads = [threading.Thread(target=post, args=(seconds,)) for seconds in (3.0, 0.4, 0.4)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        time.sleep(0.8)
+        assert post(30, "hello") == 200
+        for thread in threads:
+            thread.join()
 
 
 def test_metrics_add_up(client):

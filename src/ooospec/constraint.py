@@ -6,6 +6,7 @@ there is never anything to roll back.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,12 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
+from ooospec.chat.answer import ThinkSplitter
+from ooospec.chat.codec import TextCodec
 from ooospec.chat.formats.registry import CallFormat
 from ooospec.chat.style import CallStyle
 from ooospec.errors import UsageError
+from ooospec.sampling import Constraint
 from ooospec.target.loading import LoadedModel
 
 
@@ -57,6 +61,28 @@ class Grammars:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[grammar] = matcher
         return GrammarConstraint(matcher.deep_copy())
+
+
+class AfterThinking:
+    """A constraint that begins when the reasoning block, in which the prompt ends, is over."""
+
+    def __init__(self, inner: Constraint, codec: TextCodec, splitter: ThinkSplitter) -> None:
+        self._inner, self._stream, self._splitter = inner, codec.stream(), splitter
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return the logits, masked once the block is over. [V]"""
+        return self._inner.mask(logits) if self._splitter.answering else logits
+
+    def advance(self, token: int) -> None:
+        """Take note of the next committed token."""
+        if self._splitter.answering:
+            self._inner.advance(token)
+        else:
+            self._splitter.push(self._stream.push([token]))
+
+    def allowed_length(self, tokens: Sequence[int]) -> int:
+        """Return how many of the tokens may follow in a row; what may end the block is verified, not foreseen."""
+        return self._inner.allowed_length(tokens) if self._splitter.answering else len(tokens)
 
 
 class GrammarConstraint:
@@ -110,8 +136,12 @@ def call_grammar(
     calls = [_call(style, function, literal) for function in functions]
     rules = [f"call: {' | '.join(f'call{index}' for index in range(len(calls)))}"]
     rules += [f"call{index}: {call}" for index, call in enumerate(calls)]
-    more = f" ({literal(style.between)} call)*" if parallel else ""
-    return _lark(f"start: {literal(style.opening)} call{more} {literal(style.closing)}", *rules)
+    # what a separator and the closing share is a word of its own: the engine's lexer does not go back
+    pairs = zip(style.between, style.closing, strict=False)
+    shared = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    between, closing = (literal(text[len(shared) :]) for text in (style.between, style.closing))
+    more = f" ({literal(shared)} {between} call)*" if parallel else ""
+    return _lark(f"start: {literal(style.opening)} call{more} {literal(shared)} {closing}", *rules)
 
 
 class _Literals:
@@ -129,28 +159,21 @@ class _Literals:
 
 
 def _call(style: CallStyle, function: Mapping[str, Any], literal: _Literals) -> str:
-    name, schema = str(function["name"]), function.get("parameters") or {"type": "object", "properties": {}}
-    if '"name"' not in style.head:  # the name stands before the arguments
-        gap = style.empty.removesuffix("{}")
-        return f"{literal(style.head + name + gap)} {_json(schema)}"
-    key = "parameters" if '"parameters"' in style.middle else "arguments"
-    whole = {
-        "type": "object",
-        "properties": {"name": {"const": name}, key: _without_definitions(schema)},
-        "required": ["name", key],
-        "additionalProperties": False,
-        **{part: schema[part] for part in ("$defs", "definitions") if part in schema},
-    }
-    return _json(whole)
+    name = str(function["name"])
+    if style.head.endswith('"'):  # the name is a JSON string
+        name = json.dumps(name, ensure_ascii=False)[1:-1]
+    gap, tail = style.empty.rsplit("{}", 1)
+    schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+    return f"{literal(style.head + name + gap)} {_json(schema, strict=bool(function.get('strict')))} {literal(tail)}"
 
 
-def _without_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is hoisted to the root, where `#/$defs` looks for it."""
-    return {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+def _json(schema: Mapping[str, Any], strict: bool = False) -> str:
+    """Embed a schema, written as models write it on one line.
 
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    Keywords the engine does not know are passed over unless the request asks for strictness.
+    """
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": not strict}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _lark(*rules: str) -> str:

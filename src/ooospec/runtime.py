@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ooospec.calibration import Calibrator
-from ooospec.chat.answer import AnswerStream, Content, Reasoning
+from ooospec.chat.answer import AnswerStream, Content, Reasoning, ThinkSplitter
 from ooospec.chat.choice import FirstCall, read_response_format, read_tool_choice
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.schema import openai_tools
 from ooospec.chat.template import Conversation, RawPrompt, check_messages, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
-from ooospec.constraint import Grammars
+from ooospec.constraint import AfterThinking, Grammars
 from ooospec.core import Commit, DecodeContext, Hint, ToolCall
 from ooospec.engine import decode
 from ooospec.errors import RequestStopped, UsageError
@@ -308,9 +308,11 @@ class Request:
         response_format: Any = None,
         prediction: str | None = None,
         max_nodes: int | None = None,
+        clock: float | None = None,
         **sampling: Any,
     ) -> None:
-        self.clock = time.perf_counter()
+        """`clock` = `time.perf_counter()` at arrival, where that was earlier."""
+        self.clock = time.perf_counter() if clock is None else clock
         self.decoder, self.salt, self.fixed_hint = decoder, salt, hint
         self.method = method_named(method or decoder.default_method)
         self.memory = memory if memory is not None else decoder.memories.setdefault(self.method.name, Memory())
@@ -325,7 +327,9 @@ class Request:
         self.constraint = self._constraint(tools, parallel_tool_calls, read_response_format(response_format))
         codec = decoder.loaded.codec
         watched = self.tools and not parallel_tool_calls
-        single = FirstCall(codec, self.call_format.scanner(self.tools), self.tools) if watched else None
+        single = (
+            FirstCall(codec, self.call_format.scanner(self.tools), self.tools, self._splitter()) if watched else None
+        )
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()), single)
         self.sampling = Sampling.of(sampling)
         policy = check_policy(budget) if budget is not None else decoder.budget
@@ -347,7 +351,16 @@ class Request:
         self.total_ms = 0.0
 
     def _constraint(self, tools: Any, parallel: bool, schema: Any) -> Constraint | None:
-        """Return what the answer must be, if the request says so."""
+        """Return what the answer must be after its reasoning, if the request says so."""
+        inner = self._grammar(tools, parallel, schema)
+        if inner is None or not self.conversation.thinking:
+            return inner
+        return AfterThinking(inner, self.decoder.loaded.codec, self._splitter())
+
+    def _splitter(self) -> ThinkSplitter:
+        return ThinkSplitter.of(self.call_format, self.conversation.thinking, self.conversation.reasons)
+
+    def _grammar(self, tools: Any, parallel: bool, schema: Any) -> Constraint | None:
         grammars, conversation = self.decoder.grammars, self.conversation
         if schema is not None:
             if self.tools:
@@ -369,6 +382,11 @@ class Request:
         """Raise RequestStopped if the request was asked to end or its time is over."""
         if self._stopped or time.monotonic() > self.deadline:
             raise RequestStopped("The request was stopped.")
+
+    def close(self) -> None:
+        """Let go of the sidecar's wave, if one was launched."""
+        if self.mailbox is not None:
+            self.mailbox.close()
 
     def launch(self) -> None:
         """Start the sidecar's wave, if it is not started yet and there is one to start."""
@@ -393,7 +411,9 @@ class Request:
 
     def _run(self, decoder: Decoder, conversation: Conversation) -> Iterator[Commit]:
         self.launch()
-        self.prompt_ids = self.prompt_ids or decoder.loaded.codec.encode(conversation.prompt)
+        if not self.prompt_ids:
+            raw = conversation.style_key == "raw"
+            self.prompt_ids = decoder.loaded.codec.encode(conversation.prompt, special=raw)
         key = f"{decoder.loaded.name}/{conversation.style_key}"
         context = DecodeContext(
             decoder.loaded.codec, self.prompt_ids, self.output, self.tools, key, conversation.call_format,

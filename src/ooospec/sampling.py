@@ -20,6 +20,7 @@ from ooospec.errors import UsageError
 from ooospec.verify import Chooser, Greedy
 
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5
 
 
 class Constraint(Protocol):
@@ -57,7 +58,7 @@ class Sampling:
         _number("temperature", self.temperature, 0.0, math.inf, "0 = greedy decoding")
         _number("top_p", self.top_p, 0.0, 1.0, "above 0", low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("top_k", self.top_k, -1, 2**31)
@@ -80,7 +81,12 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """Tell whether this is greedy decoding on the unchanged logits."""
-        return self.temperature == 0 and self.keeps_logits and self.logprobs is None
+        return self.is_greedy and self.keeps_logits and self.logprobs is None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Tell whether the largest logit is taken: at temperature 0, or so close that dividing by it overflows."""
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def keeps_logits(self) -> bool:
@@ -131,7 +137,7 @@ class Sampler:
         if self.constraint is not None:
             row = self.constraint.mask(row)
         changed = row if sampling.keeps_logits else self._penalized(row)
-        token = self._draw(changed) if sampling.temperature > 0 else int(changed.argmax())
+        token = int(changed.argmax()) if sampling.is_greedy else self._draw(changed)
         if sampling.logprobs is not None:
             self.chances.append(_chances(self._logits[node], token, sampling.logprobs))
         if not sampling.keeps_logits:

@@ -16,7 +16,7 @@ import torch
 
 from ooospec.bench.rows import Run
 
-PACKAGES = ("ooo-spec", "torch", "transformers", "tokenizers", "numpy")
+PACKAGES = ("ooo-spec", "torch", "transformers", "tokenizers", "numpy", "bfcl-eval")
 
 
 def describe_run(settings: Mapping[str, Any], left_out: Mapping[str, str]) -> Run:

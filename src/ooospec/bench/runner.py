@@ -6,13 +6,14 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import filelock
 import msgspec
 
+from ooospec.bench.bfcl_checker import leaderboard_verdict
 from ooospec.bench.compare import find_divergence
 from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.fields import token_fields, token_pieces
@@ -131,6 +132,9 @@ class Runner:
             held, total = fields.get(field, (0, 0))
             fields[field] = held + (source != "target"), total + 1
         quality = judge(result.calls, request.gold) if request.gold is not None else None
+        verdict = leaderboard_verdict(request, result.calls) if cell.benchmark == "bfcl" else None
+        if quality is not None and verdict is not None:
+            quality = replace(quality, arguments=verdict)
         hint = result.hint
         return Row(
             run=self.run_number, target=cell.target, placement=cell.placement, benchmark=cell.benchmark,

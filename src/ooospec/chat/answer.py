@@ -14,6 +14,8 @@ from ooospec.chat.formats.registry import CallFormat
 from ooospec.chat.scanner import CallSpans, held_back
 from ooospec.core import Tool
 
+MAX_HELD = 128
+"""Characters of markers in a row that are held back."""
 THINK = ("<think>", "</think>")
 
 
@@ -58,6 +60,12 @@ class ThinkSplitter:
         self.thinking, self._undecided, self._marks = thinking, reasons and not thinking, marks
         self._text = ""
 
+    @classmethod
+    def of(cls, call_format: CallFormat | None, thinking: bool, reasons: bool) -> ThinkSplitter:
+        """Make one for a format, which may have marks of its own."""
+        marks = call_format.reasoning if call_format is not None else None
+        return cls(thinking, reasons or marks is not None, marks or THINK)
+
     @property
     def answering(self) -> bool:
         """Tell whether what comes next belongs to the answer."""
@@ -99,8 +107,7 @@ class AnswerStream:
         self._closers = _longest_first(call_format.closers) if self._scanner and call_format else []
         self._markers = _longest_first([*self._openers, *self._closers])
         self._tags = [marker for marker in self._markers if marker.startswith(("<", "[TOOL"))]  # no ordinary text
-        marks = call_format.reasoning if call_format is not None else None
-        self._splitter = ThinkSplitter(thinking, reasons or marks is not None, marks or THINK)
+        self._splitter = ThinkSplitter.of(call_format, thinking, reasons)
         self._shown = 0  # characters of the scanner's text that are out or dropped
         self._names = {tool.name for tool in tools}
         self._found = 0  # calls of the scanner that have been looked at
@@ -161,7 +168,7 @@ class AnswerStream:
     def _between(self, stop: int) -> Iterator[Event]:
         """Send the words before a call that begins at `stop`, without the markers next to the call."""
         assert self._scanner is not None
-        words = self._without_ending(self._without_beginning(self._scanner.text[self._shown : stop]))
+        words = self._without_ending(self._without_beginning(self._scanner.text[self._shown : stop], True))
         self._shown = max(self._shown, stop)
         if words.strip():
             yield from self._say(words)
@@ -171,7 +178,7 @@ class AnswerStream:
         """Send words that can no longer belong to a call."""
         assert self._scanner is not None
         text = self._scanner.text[self._shown : stop]
-        rest = self._without_beginning(text)
+        rest = self._without_beginning(text, final)
         if self._after_call and not final and self._may_be_marker(rest):
             return
         if final:
@@ -179,6 +186,8 @@ class AnswerStream:
             yield from self._say(rest)
             return
         kept = self._without_ending(rest) if self._scanner.open is not None else self._certain_words(rest)
+        if len(rest) - len(kept) > MAX_HELD:  # a heap of markers: settle all but the last of them
+            kept = rest[: len(rest) - MAX_HELD // 4]
         self._shown += len(text) - len(rest) + len(kept)
         yield from self._say(kept)
 
@@ -227,10 +236,12 @@ class AnswerStream:
                 return text
             text = kept
 
-    def _without_beginning(self, text: str) -> str:
+    def _without_beginning(self, text: str, final: bool) -> str:
         """Cut what closes a call off the beginning."""
         while self._after_call:
             bare = text.lstrip()
+            if not final and any(m.startswith(bare) and m != bare for m in self._markers):
+                return text  # it may become a longer marker
             marker = next((m for m in self._markers if bare.startswith(m)), None)
             if marker not in self._closers:
                 return text

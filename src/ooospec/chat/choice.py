@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec
 from ooospec.chat.scanner import Scanner
 from ooospec.core import Tool
@@ -77,10 +78,11 @@ def read_response_format(value: Any) -> Mapping[str, Any] | None:
 class FirstCall:
     """Ends an output with the token that completes its first call of an offered function."""
 
-    def __init__(self, codec: TextCodec, scanner: Scanner, tools: Sequence[Tool]) -> None:
-        self._stream, self._scanner, self._names = codec.stream(), scanner, {tool.name for tool in tools}
+    def __init__(self, codec: TextCodec, scanner: Scanner, tools: Sequence[Tool], splitter: ThinkSplitter) -> None:
+        self._stream, self._splitter = codec.stream(), splitter
+        self._scanner, self._names = scanner, {tool.name for tool in tools}
 
     def ends(self, token: int) -> bool:
         """Take the next token of the output."""
-        self._scanner.feed(self._stream.push([token]))
+        self._scanner.feed(self._splitter.push(self._stream.push([token]))[1])
         return any(self._scanner.name_of(call) in self._names for call in self._scanner.calls)

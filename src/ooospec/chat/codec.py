@@ -30,14 +30,14 @@ class TextCodec:
         """Number of ids, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """Encode text; special tokens in the text become their ids, none are added at the ends."""
-        ids: list[int] = self._encode(text).ids
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Encode text; special tokens in the text become their ids. `special` = add those the model begins with."""
+        ids: list[int] = self._encode(text, special).ids
         return ids
 
-    def _encode(self, text: str) -> Encoding:
+    def _encode(self, text: str, special: bool = False) -> Encoding:
         clean = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be encoded
-        return self._tokenizer.encode(clean, add_special_tokens=False)
+        return self._tokenizer.encode(clean, add_special_tokens=special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids; special tokens are kept as text."""

@@ -19,6 +19,7 @@ from typing import Any
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 _PLAIN_STRING = re.compile(r'[^"\\]+')
+_PLAIN_KEY = re.compile(r'[^"\\\n]+')
 
 
 @dataclass(slots=True)
@@ -53,6 +54,8 @@ class CallSpans:
     """The arguments are a JSON string that holds the object."""
     items: list[Item] = field(default_factory=list)
     end: int | None = None
+    broken: bool = False
+    """It was certainly a call, but broke off at `end`."""
 
     def is_call(self) -> bool:
         """Tell whether a finished object is a tool call."""
@@ -98,6 +101,16 @@ class Scanner(ABC):
             return False
         return call.name is not None and call.name.end is not None
 
+    def _break(self, i: int) -> bool:
+        """Settle the open call, which breaks off at `i`: one that was certain stays a call; tell whether it was."""
+        call, kept = self.open, self.certain
+        if call is not None and kept and call.arguments is not None:
+            call.arguments.end = call.arguments.end or i
+            call.end, call.broken = i, True
+            self.calls.append(call)
+        self.open = None
+        return kept
+
     def finished(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield (name, arguments, arguments as JSON text) of every finished call; what json refuses is left out."""
         for call in self.calls:
@@ -108,7 +121,7 @@ class Scanner(ABC):
 
     def _read(self, call: CallSpans) -> tuple[str, dict[str, Any], str]:
         raw = self.arguments_text(call)
-        return self.name_of(call), json.loads(raw, strict=False, parse_constant=_refuse), raw
+        return self.name_of(call), json.loads(raw, strict=False, parse_constant=refuse_constant), raw
 
     def name_of(self, call: CallSpans) -> str:
         """Return the name of a call."""
@@ -187,6 +200,8 @@ class CallScanner(Scanner):
             self._escaped = False
         elif char == "\\":
             self._escaped = True
+        elif char == "\n" and self._mode == "in_key":
+            return self._abort(i)
         elif char == '"':
             if self._mode == "in_key":
                 if self._key is not None:
@@ -194,7 +209,7 @@ class CallScanner(Scanner):
                 self._mode = "colon"
             else:
                 self._close_value(i + 1)
-        elif (plain := _PLAIN_STRING.match(self.text, i)) is not None:
+        elif (plain := (_PLAIN_KEY if self._mode == "in_key" else _PLAIN_STRING).match(self.text, i)) is not None:
             return plain.end()
         return i + 1
 
@@ -271,8 +286,9 @@ class CallScanner(Scanner):
         self.open, self._mode = None, "text"
 
     def _abort(self, i: int) -> int:
-        """Give the object up as plain text and look at the character again."""
-        self.open, self._stack, self._mode, self._escaped = None, [], "text", False
+        """Give the object up and look at the character again."""
+        self._break(i)
+        self._stack, self._mode, self._escaped = [], "text", False
         return i
 
     def arguments_text(self, call: CallSpans) -> str:
@@ -295,5 +311,6 @@ class CallScanner(Scanner):
             return raw
 
 
-def _refuse(constant: str) -> Any:
+def refuse_constant(constant: str) -> Any:
+    """Refuse NaN and Infinity, which json takes but JSON does not have."""
     raise ValueError(f"{constant} is not JSON")

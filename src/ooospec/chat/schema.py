@@ -37,21 +37,32 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(known)
 
 
-def _resolve(schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> Mapping[str, Any]:
-    """Follow local `$ref`s (each once on a path) and merge the branches of anyOf/oneOf/allOf."""
-    if not isinstance(schema, Mapping):
-        return {}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        if reference in seen:
+class _Resolver:
+    """Follows local `$ref`s, each once, and merges the branches of anyOf/oneOf/allOf; time linear in the schema."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[str, Mapping[str, Any]] = {}
+
+    def resolve(self, schema: Any, depth: int = 0) -> Mapping[str, Any]:
+        """Return the schema with its outermost references and unions resolved."""
+        if not isinstance(schema, Mapping) or depth > MAX_BRANCHES:
             return {}
-        own = {key: value for key, value in schema.items() if key != "$ref"}
-        return _resolve({**_follow(reference, root), **own}, root, seen | {reference})
-    for union in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(union)
-        if isinstance(branches, list) and "type" not in schema:
-            return _merged(schema, [_resolve(branch, root, seen) for branch in branches[:MAX_BRANCHES]])
-    return schema
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            own = {key: value for key, value in schema.items() if key != "$ref"}
+            return self.resolve({**self._referred(reference, depth), **own}, depth + 1)
+        for union in ("anyOf", "oneOf", "allOf"):
+            branches = schema.get(union)
+            if isinstance(branches, list) and "type" not in schema:
+                return _merged(schema, [self.resolve(branch, depth + 1) for branch in branches[:MAX_BRANCHES]])
+        return schema
+
+    def _referred(self, reference: str, depth: int) -> Mapping[str, Any]:
+        if reference not in self._known:
+            self._known[reference] = {}  # what refers to itself finds nothing there
+            self._known[reference] = self.resolve(_follow(reference, self._root), depth + 1)
+        return self._known[reference]
 
 
 def _follow(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,8 +93,8 @@ def _choices(schema: Mapping[str, Any], types: tuple[str, ...]) -> tuple[Any, ..
 def _slots(parameters: Any) -> tuple[Slot, ...]:
     if not isinstance(parameters, Mapping):
         return ()
-    root = parameters
-    parameters = _resolve(parameters, root)
+    resolver = _Resolver(parameters)
+    parameters = resolver.resolve(parameters)
     properties = parameters.get("properties")
     if not isinstance(properties, Mapping):
         return ()
@@ -91,7 +102,7 @@ def _slots(parameters: Any) -> tuple[Slot, ...]:
     names = {str(name) for name in required} if isinstance(required, list) else set()
     slots = []
     for name, raw in properties.items():
-        schema = _resolve(raw, root)
+        schema = resolver.resolve(raw)
         types = _types(schema)
         description = str(schema.get("description") or "")
         slots.append(Slot(str(name), types, str(name) in names, description, _choices(schema, types)))

@@ -99,9 +99,9 @@ def default_styles(prompt: str) -> list[CallStyle]:
 
 def learn_style(scanner: Scanner, fallback: CallStyle) -> CallStyle | None:
     """Read the style off a finished output; parts it does not show come from `fallback`. None without a call."""
-    if not scanner.calls:
+    text, calls = scanner.text, [call for call in scanner.calls if not call.broken]
+    if not calls:
         return None
-    text, calls = scanner.text, scanner.calls
     shape = fallback
     for call in calls[::-1]:  # the first call has the last word
         shape = _learn_shape(text, call, shape)

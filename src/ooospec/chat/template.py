@@ -128,7 +128,7 @@ def _plain_call(call: Any) -> Any:
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ooospec.chat.answer import THINK, ThinkSplitter
+from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec, TextStream
 from ooospec.chat.drafter import END, Guess, Piece, continuations, is_writable
 from ooospec.chat.formats.registry import format_named
@@ -47,8 +47,7 @@ class CallProposer:
         self._defaults = call_format.styles(self._prompt)
         self._styles = self.book.ranked(context.style_key, self._defaults)
         self._scanner = call_format.scanner(context.tools)
-        marks = call_format.reasoning
-        self._splitter = ThinkSplitter(context.thinking, context.reasons or marks is not None, marks or THINK)
+        self._splitter = ThinkSplitter.of(call_format, context.thinking, context.reasons)
         self._stream: TextStream = context.codec.stream()
         self._committed = list(context.prompt_ids[-8:])
 

@@ -18,7 +18,7 @@ class PredictedText:
     def __init__(self, text: str) -> None:
         self._text = text
         self.offered = 0
-        """Tokens that were drafted."""
+        """How many of its tokens have been drafted, from the beginning."""
 
     def begin(self, context: DecodeContext) -> None:
         """Tokenize the prediction as it would follow the prompt."""
@@ -31,7 +31,7 @@ class PredictedText:
         if self._at is None or self._at >= len(self._tokens):
             return []
         tokens = self._tokens[self._at : self._at + DRAFT_TOKENS]
-        self.offered += len(tokens)
+        self.offered = max(self.offered, self._at + len(tokens))
         return [Draft.uniform(tokens, self.name, FIRST, FOLLOWING)]
 
     def observe(self, commit: Commit) -> None:

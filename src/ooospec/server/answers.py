@@ -78,26 +78,26 @@ class Envelope:
         kind = "chat.completion.chunk" if self.kind.startswith("chat") else self.kind
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
-    def whole(self, choices: list[dict[str, Any]], results: list[Generation]) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], results: list[Generation], n: int) -> dict[str, Any]:
         """Wrap choices as one answer."""
         return {
             "id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices,
-            "usage": usage(results), "metrics": {"speculative_decoding": speculation_of(results)},
+            "usage": usage(results, n), "metrics": {"speculative_decoding": speculation_of(results)},
         }  # fmt: skip
 
 
-def usage(results: Sequence[Generation]) -> dict[str, Any]:
-    """Count tokens: the prompt once, the outputs of all choices."""
+def usage(results: Sequence[Generation], choices: int = 1) -> dict[str, Any]:
+    """Count tokens: every prompt once (it has `choices` results in a row), the outputs of all choices."""
     if not results:
         return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    prompt, output = results[0].prompt_tokens, sum(len(result.output_ids) for result in results)
+    prompt, output = sum(r.prompt_tokens for r in results[::choices]), sum(len(r.output_ids) for r in results)
     accepted = sum(result.accepted_by_source.get("prediction", 0) for result in results)
     offered = sum(result.predicted_tokens for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": results[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in results[::choices])},
         "completion_tokens_details": {
             "reasoning_tokens": sum(result.reasoning_tokens for result in results),
             "accepted_prediction_tokens": accepted,
@@ -153,7 +153,7 @@ def round_of(codec: TextCodec, step: Step) -> dict[str, Any]:
     return {
         "round": commit.round, "start_ms": round(commit.start_ms, 1), "propose_ms": round(commit.propose_ms, 2),
         "verify_ms": round(commit.verify_ms, 1), "drafted": commit.drafted, "lead_tokens": commit.lead_tokens,
-        "runs": source_runs(codec, commit),
+        "tokens": len(commit.tokens), "runs": source_runs(codec, commit),
     }  # fmt: skip
 
 

@@ -146,7 +146,7 @@ class _Limits:
             return
         request, limit, size = Request(scope), self.settings.max_body_bytes, 0
         try:
-            if request.url.path.startswith("/v1"):
+            if scope["path"].startswith("/v1"):
                 _check_key(request, self.settings.api_keys)
             length = request.headers.get("content-length", "0")
             if length.isdecimal() and int(length) > limit:
@@ -276,20 +276,22 @@ def _job(
     state: _State, request: Request, body: Body, messages: Any, tools: Any, options: dict[str, Any], choices: int
 ) -> Job:
     """Describe the work; nothing of it has been done yet."""
-    key = f"{request.headers.get('authorization', '')}\n{body.cache_salt or ''}"
+    key = request.headers.get("authorization", "")
+    salt = f"{key}\n{body.cache_salt or ''}"
+    seed = body.seed if body.seed is not None else secrets.randbits(62)
     prediction = body.prediction.text() if body.prediction is not None else None
     raw = isinstance(messages, list) and messages and isinstance(messages[0], RawPrompt)
 
     def make(decoder: Decoder, choice: int, memory: Any) -> Any:
         chosen = dict(options)
         which = messages[choice // body.n] if raw else messages
-        if body.n > 1:
-            chosen["seed"] = int(chosen.get("seed", 0)) + choice % body.n
+        chosen["seed"] = (seed + choice % body.n) % 2**62
         if "max_new_tokens" not in chosen:
             chosen["max_new_tokens"] = decoder.target.context_length
-        return decoder.request(which, tools, salt=key, memory=memory, prediction=prediction, **chosen)
+        return decoder.request(which, tools, salt=salt, memory=memory, prediction=prediction, clock=job.clock, **chosen)
 
-    return Job(make, choices, key, asyncio.get_running_loop(), state.settings.time_limit_s)
+    job = Job(make, choices, key, salt, asyncio.get_running_loop(), state.settings.time_limit_s)
+    return job
 
 
 # ---------------------------------------------------------------- answers
@@ -307,7 +309,7 @@ class _ChatAnswer:
         self.results: list[Generation] = []
         self._greeted: set[int] = set()
         self._record: dict[str, Any] = {
-            "id": self.envelope.id, "at": self.envelope.created, "rounds": [], "key": job.key,
+            "id": self.envelope.id, "at": self.envelope.created, "rounds": [], "key": job.salt,
             "question": str(body.messages[-1].get("content") or "")[:200],
         }  # fmt: skip
 
@@ -363,7 +365,7 @@ class _ChatAnswer:
                     "finish_reason": choice.finish_reason,
                 }
             )
-        return self.envelope.whole(choices, self.results)
+        return self.envelope.whole(choices, self.results, self.body.n)
 
 
 class _TextAnswer:
@@ -411,7 +413,7 @@ class _TextAnswer:
             }
             for i, text in enumerate(self.texts)
         ]  # fmt: skip
-        return self.envelope.whole(choices, self.results)
+        return self.envelope.whole(choices, self.results, self.body.n)
 
 
 Answer = _ChatAnswer | _TextAnswer
@@ -444,6 +446,9 @@ async def _next_item(request: Request, job: Job) -> Item | None:
             done, _ = await asyncio.wait({waiting}, timeout=0.1)
             if done:
                 return waiting.result()
+            if time.monotonic() > job.arrived + job.time_limit_s + 1.0:  # it waits in the queue, or the worker is stuck
+                job.abort()
+                return Failed(job.too_late())
         job.abort()
         return None
     except asyncio.CancelledError:
@@ -467,11 +472,11 @@ async def _stream(request: Request, body: Body, job: Job, answer: Answer, first:
         if isinstance(item, Failed):
             yield _event(item.error.body())
         elif with_usage:
-            metrics = answer.envelope.whole([], answer.results)["metrics"]
-            yield _event(answer.envelope.chunk([], usage=usage(answer.results), metrics=metrics))
+            summed = answer.envelope.whole([], answer.results, body.n)
+            yield _event(answer.envelope.chunk([], usage=summed["usage"], metrics=summed["metrics"]))
         yield "data: [DONE]\n\n"
     finally:
-        if not isinstance(item, AllDone):
+        if not isinstance(item, AllDone | Failed):
             job.abort()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from ooospec.methods import METHODS
 from ooospec.server.errors import ApiError
@@ -17,6 +18,13 @@ MAX_CHOICES = 8
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
+
+
+Stop = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 class StreamOptions(BaseModel):
@@ -43,12 +51,24 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
+    @model_validator(mode="before")
+    @classmethod
+    def whole_characters(cls, value: Any) -> Any:
+        """Refuse half surrogate pairs: no answer could repeat them."""
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the text holds half of a surrogate pair, which is no character") from None
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
+        return value
+
     model: StrictStr
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     max_tokens: StrictInt | None = Field(None, ge=1)
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES)
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: Annotated[list[Stop] | None, Field(max_length=16), BeforeValidator(_listed)] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: StrictInt | None = None
@@ -137,7 +157,7 @@ class CompletionBody(Body):
 
 
 def _token(key: str) -> int:
-    if not key.isdecimal():
+    if not key.isdecimal() or len(key) > 9:
         raise ApiError(400, f"logit_bias must map token ids to numbers; got the key {key[:50]!r}.", param="logit_bias")
     return int(key)
 

@@ -22,7 +22,7 @@ from ooospec.server.errors import ApiError, as_api_error
 from ooospec.server.pipe import TextPipe
 
 logger = logging.getLogger("ooospec.server")
-MAX_MEMORIES = 64
+MAX_MEMORIES = 16
 """API keys and salts whose retrieval memory is kept; the one used longest ago is dropped first."""
 EXPECTED_S = 5.0
 """Time of a request before any was measured, for Retry-After."""
@@ -72,12 +72,15 @@ class Job:
     """Builds the decoder's request of choice number i."""
     choices: int
     key: str
-    """Whose turn it is to be counted: API key and salt."""
+    """API key: whose turn it is."""
+    salt: str
+    """API key and salt: whose memory and prefix it may use."""
     loop: asyncio.AbstractEventLoop
     time_limit_s: float
     out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     arrived: float = field(default_factory=time.monotonic)
+    clock: float = field(default_factory=time.perf_counter)
     aborted: bool = False
     first: Request | None = None
 
@@ -85,6 +88,10 @@ class Job:
         """Hand an item to the connection's task."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.out.put_nowait, item)
+
+    def too_late(self) -> ApiError:
+        """Say that the time is over."""
+        return ApiError(408, f"The request took longer than {self.time_limit_s:g} s.", "timeout_error")
 
     def abort(self) -> None:
         """Ask for the end; the worker stops within one round."""
@@ -115,6 +122,7 @@ class Worker(threading.Thread):
         with self._changed:
             if self._ending:
                 raise ApiError(503, "The server is shutting down; try again later.", "server_error")
+            self._forget_aborted()
             waiting = sum(map(len, self._queues.values()))
             if waiting >= self.max_queue:
                 seconds = max(1, round(self._mean_s * (waiting + 1)))
@@ -126,6 +134,16 @@ class Worker(threading.Thread):
             self._queues.setdefault(job.key, deque()).append(job)
             self._observe("waiting", waiting + 1)
             self._changed.notify()
+
+    def _forget_aborted(self) -> None:
+        """Drop waiting jobs whose client has gone away; what they launched is released by the worker."""
+        for key, queue in list(self._queues.items()):
+            gone = [job for job in queue if job.aborted and job.first is None]
+            for job in gone:
+                queue.remove(job)
+                self._observe("aborted", 1)
+            if not queue:
+                del self._queues[key]
 
     def drain(self, timeout_s: float) -> None:
         """Take no more jobs, finish those that are here, and end."""
@@ -173,18 +191,22 @@ class Worker(threading.Thread):
                 self._decode(job, choice)
             job.send(AllDone())
         except RequestStopped:
-            seconds = f"{job.time_limit_s:g}"
             if not job.aborted:
-                job.send(Failed(ApiError(408, f"The request took longer than {seconds} s.", "timeout_error")))
+                job.send(Failed(job.too_late()))
         except Exception as error:
-            if not isinstance(error, OooSpecError | ApiError):
-                logger.exception("request %s failed", job.id)
-                self._observe("failed", 1)
-            job.send(Failed(as_api_error(error)))
+            self._fail(job, error)
         finally:
+            if job.first is not None:
+                job.first.close()
             if job.aborted:
                 self._observe("aborted", 1)
             self._mean_s += 0.2 * (time.monotonic() - start - self._mean_s)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if not isinstance(error, OooSpecError | ApiError):
+            logger.error("request %s failed", job.id, exc_info=error)
+            self._observe("failed", 1)
+        job.send(Failed(as_api_error(error)))
 
     def _decode(self, job: Job, choice: int) -> None:
         request = job.first if choice == 0 and job.first is not None else self._build(job, choice)
@@ -207,7 +229,7 @@ class Worker(threading.Thread):
         job.send(ChoiceDone(choice, events, result, pipe.finish_reason(result), text))
 
     def _build(self, job: Job, choice: int) -> Request:
-        return job.make(self.decoder, choice, self._memory(job.key))
+        return job.make(self.decoder, choice, self._memory(job.salt))
 
     def _look_ahead(self) -> None:
         """Start the waves of waiting requests where the sidecar has cores of its own, so that their hints are ready."""
@@ -221,7 +243,7 @@ class Worker(threading.Thread):
                 request.launch()
                 job.first = request
             except Exception as error:
-                job.send(Failed(as_api_error(error)))
+                self._fail(job, error)
                 with self._changed:
                     queue = self._queues.get(job.key)
                     if queue is not None and job in queue:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from ooospec.chat.template import plain_text
 from ooospec.train.records import Example
 
 _PROSE = """You help the user in a dialogue and can use the following tools:
@@ -33,6 +32,8 @@ class Variation:
     """At most so many tools of other requests are added."""
     prose: float = 0.25
     """Share of requests whose tools are listed as prose in the system prompt, as API-Bank does."""
+    midway: float = 0.6
+    """Share of requests with several calls in which the first of them have been made already."""
 
 
 def vary(example: Example, pool: Sequence[Mapping[str, Any]], variation: Variation, seed: int) -> Example:
@@ -40,7 +41,10 @@ def vary(example: Example, pool: Sequence[Mapping[str, Any]], variation: Variati
     if not example.tools:
         return example
     chance = random.Random(f"{seed}-{example.id}")
+    if len(example.calls) > 1 and chance.random() < variation.midway:
+        example = after_calls(example, chance.randint(1, len(example.calls) - 1))
     called = {call.name for call in example.calls}
+    called |= {call["function"]["name"] for m in example.messages for call in m.get("tool_calls") or ()}
     names = {tool["function"]["name"] for tool in example.tools}
     kept = [tool for tool in example.tools if tool["function"]["name"] in called]
     others = [tool for tool in example.tools if tool["function"]["name"] not in called]
@@ -55,6 +59,20 @@ def vary(example: Example, pool: Sequence[Mapping[str, Any]], variation: Variati
     return as_prose(example) if chance.random() < variation.prose else example
 
 
+def after_calls(example: Example, count: int) -> Example:
+    """Move the first `count` calls into the dialogue, each with a result; the others are still to be made."""
+    messages = list(example.messages)
+    for number, call in enumerate(example.calls[:count]):
+        made = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        messages.append(
+            {"role": "assistant", "content": None,
+             "tool_calls": [{"id": f"call_{number}", "type": "function", "function": made}]}
+        )  # fmt: skip
+        result = json.dumps({"api_name": call.name, "input": call.arguments, "output": "done", "exception": None})
+        messages.append({"role": "tool", "tool_call_id": f"call_{number}", "content": result})
+    return msgspec.structs.replace(example, messages=tuple(messages), calls=example.calls[count:])
+
+
 def as_prose(example: Example) -> Example:
     """Write tools and dialogue as prose, as API-Bank's prompts do; a request with nested schemas stays as it is."""
     entries = []
@@ -66,16 +84,23 @@ def as_prose(example: Example) -> Example:
         slots = dict(function.get("parameters", {}).get("properties", {}))
         text = " ".join(str(function.get("description", "")).split())
         entries.append(f"{number}. Name: {name}\nDescription: {text}\nParameters: {slots}")
-    said = "\n".join(
-        f"<{_TAGS[m['role']]}>{plain_text(m).strip()}</{_TAGS[m['role']]}>"
-        for m in example.messages
-        if m["role"] in _TAGS
-    )
+    said = "\n".join(text for m in example.messages if m["role"] in _TAGS for text in _said(m))
     messages = (
         {"role": "system", "content": _PROSE.format(tools="\n".join(entries))},
         {"role": "user", "content": f"Dialogue so far:\n{said}"},
     )
     return msgspec.structs.replace(example, messages=messages, tools=())
+
+
+def _said(message: Mapping[str, Any]) -> Iterator[str]:
+    """Write a message in tags; calls as JSON objects with `parameters`, results as observations."""
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        made = {"name": function["name"], "parameters": json.loads(function["arguments"])}
+        yield f"<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
+    text = str(message.get("content") or "").strip()
+    if text:
+        yield f"<{_TAGS[message['role']]}>{text}</{_TAGS[message['role']]}>"
 
 
 def tool_pool(examples: Sequence[Example]) -> list[dict[str, Any]]:

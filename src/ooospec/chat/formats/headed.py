@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ooospec.chat.scanner import WAIT, CallScanner, CallSpans, Item, Span, held_back
+from ooospec.core import Tool
 
 MAX_GAP = 80
 """Characters between a name and its arguments."""
@@ -24,9 +26,10 @@ class Head:
 class HeadedScanner(CallScanner):
     """Calls `marker name gap {arguments}`."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, tools: Sequence[Tool] = ()) -> None:
         super().__init__()
         self._head = head
+        self._names = sorted((tool.name for tool in tools if not _NAME.fullmatch(tool.name)), key=len, reverse=True)
 
     def _step(self, i: int) -> int:
         if self._mode == "text":
@@ -48,6 +51,13 @@ class HeadedScanner(CallScanner):
 
     def _name(self, i: int) -> int:
         assert self.open is not None and self.open.name is not None
+        start = self.open.name.start
+        if any(name.startswith(self.text[start : start + len(name)]) for name in self._names):
+            odd = next((name for name in self._names if self.text.startswith(name, start)), None)
+            if odd is None:
+                return WAIT
+            self.open.name.end, self._mode = start + len(odd), "gap"
+            return start + len(odd)
         found = _NAME.match(self.text, i)
         if found is not None:
             if found.end() == len(self.text):

@@ -6,12 +6,11 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span
 from ooospec.core import Tool
 
-_KEY = re.compile(r"[^\W\d]\w*")
+_KEY = re.compile(r"[^\W\d][\w\-]*")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
@@ -51,16 +50,17 @@ class PythonScanner(Scanner):
             return self._finish(i)
         found = _KEY.match(self.text, i)
         if found is None:
-            return self._abort()
+            return self._abort(i)
         items = self.open.items
         if not items or items[-1].key.end is not None:
             items.append(Item(Span(i)))
-        rest = self.text[found.end() :]
-        if not rest.strip():
+        after = found.end()
+        while after < len(self.text) and self.text[after].isspace():
+            after += 1
+        if after == len(self.text):
             return WAIT
-        after = found.end() + len(rest) - len(rest.lstrip())
         if self.text[after] != "=":
-            return self._abort()
+            return self._abort(i)
         items[-1].key.end, self._mode, self._stack, self._quote = found.end(), "value", [], ""
         return after + 1
 
@@ -80,11 +80,13 @@ class PythonScanner(Scanner):
         elif self._stack and char == self._stack[-1]:
             self._stack.pop()
         elif not self._stack and char in ",)":
-            item.value.end = len(self.text[:i].rstrip()) if self.text[i - 1].isspace() else i
+            item.value.end = i
+            while self.text[item.value.end - 1].isspace():
+                item.value.end -= 1
             self._mode = "key"
             return i
         elif char in ")]}":
-            return self._abort()
+            return self._abort(i)
         return i + 1
 
     def _in_quotes(self, i: int) -> int:
@@ -101,12 +103,16 @@ class PythonScanner(Scanner):
         self.open, self._mode = None, "text"
         return i + 1
 
-    def _abort(self) -> int:
-        """Give the call up as plain text and go on after its name."""
-        assert self.open is not None and self.open.arguments is not None
-        after = self.open.arguments.start
-        self.open, self._mode, self._quote, self._stack = None, "text", "", []
-        return after
+    @property
+    def certain(self) -> bool:
+        """Tell whether the open call can only be a call: its first `key=` has come."""
+        return self.open is not None and bool(self.open.items) and self.open.items[0].key.end is not None
+
+    def _abort(self, i: int) -> int:
+        """Give the call up and look at the character again."""
+        self._break(i)
+        self._mode, self._quote, self._stack = "text", "", []
+        return i
 
     def arguments_text(self, call: CallSpans) -> str:
         """Write the finished arguments as JSON."""
@@ -122,15 +128,13 @@ def as_object(pairs: Iterable[tuple[str, str]], finished: bool) -> str:
 
 
 def json_of_python(text: str) -> str:
-    """Rewrite a Python literal as JSON; numbers keep their digits. Raises ValueError for what is none."""
-    if _NUMBER.fullmatch(text):
+    """Rewrite a Python literal as JSON; numbers keep their digits, and what is no literal becomes a string."""
+    if _NUMBER.fullmatch(text) or text in ("true", "false", "null"):
         return text
-    try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-    except (SyntaxError, TypeError, MemoryError, RecursionError):
-        pass
-    words: dict[str, Any] = {"true": True, "false": False, "null": None}
-    if text in words:
-        return json.dumps(words[text])
-    json.loads(text)
-    return text
+    for read in (ast.literal_eval, json.loads):
+        try:
+            written = json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            return written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            continue
+    return json.dumps(text, ensure_ascii=False)

@@ -158,7 +158,7 @@ def _headed(
             name,
             about,
             tuple(signs),
-            lambda tools: HeadedScanner(head),
+            lambda tools: HeadedScanner(head, tools),
             lambda prompt: [_headed_style(opening, head.marker, head.gap, end, closing)],
             tuple(marker for marker in (opening, *openers) if marker),
             tuple(marker.strip() for marker in (end, closing, *closers) if marker.strip()),
@@ -213,7 +213,7 @@ def _tagged(name: str, about: str, tags: Tags, signs: Sequence[tuple[str, ...]],
     register_format(
         CallFormat(
             name, about, tuple(signs), lambda tools: TagScanner(tags, tools), lambda prompt: [style],
-            *((text,) if text else () for text in (opening.strip(), closing.strip())),
+            (opening.strip(),) if opening.strip() else (), (closing.strip(),) if closing.strip() else (),
         )
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ooospec.chat.formats.pythonic import as_object
-from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span, held_back
+from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span, held_back, refuse_constant
 from ooospec.core import Slot, Tool
 
 
@@ -38,14 +38,14 @@ class TagScanner(Scanner):
             self._mode
         ](i)
 
-    def _find(self, literal: str, i: int) -> tuple[int, int]:
-        """Return (where the literal stands or -1, where to go on if it does not)."""
-        at = self.text.find(literal, i)
-        held = held_back(self.text, i, (literal,)) if at < 0 else at
+    def _find(self, i: int, *literals: str) -> tuple[int, int]:
+        """Return (where the first of the literals stands or -1, where to go on if none does)."""
+        at = min((found for literal in literals if (found := self.text.find(literal, i)) >= 0), default=-1)
+        held = held_back(self.text, i, literals) if at < 0 else at
         return at, held if held > i else WAIT
 
     def _seek(self, i: int) -> int:
-        at, later = self._find(self._tags.call, i)
+        at, later = self._find(i, self._tags.call)
         if at < 0:
             return later
         start = at + len(self._tags.call)
@@ -55,15 +55,12 @@ class TagScanner(Scanner):
     def _name(self, i: int) -> int:
         assert self.open is not None and self.open.name is not None
         stop = self._tags.name_end.strip() or "\n"
-        at, later = self._find(stop, i)
-        ends = [at] if at >= 0 else []
-        ends += [found for found in (self.text.find(self._tags.key.strip(), i),) if found >= 0]
-        if not ends:
+        at, later = self._find(i, stop, self._tags.key.strip(), self._tags.end.strip())
+        if at < 0:
             return later
-        at = min(ends)
         name = self.text[self.open.name.start : at].strip()
         if not name or "\n" in name or "<" in name:
-            return self._abort()
+            return self._abort(at)
         self.open.name.end = self.open.name.start + len(self.text[self.open.name.start : at].rstrip())
         self.open.arguments, self.open.arguments_key, self._mode = Span(at), "", "body"
         return at + len(stop) if self.text.startswith(stop, at) and stop != "\n" else at
@@ -71,8 +68,8 @@ class TagScanner(Scanner):
     def _body(self, i: int) -> int:
         """Between arguments: the next one, or the end of the call."""
         assert self.open is not None and self.open.arguments is not None
-        while i < len(self.text) and self.text[i].isspace():
-            i += 1
+        if self.text[i].isspace():
+            return i + 1
         key, end = self._tags.key.strip(), self._tags.end.strip()
         rest = self.text[i : i + max(len(key), len(end))]
         if rest.startswith(key):
@@ -84,13 +81,13 @@ class TagScanner(Scanner):
             self.calls.append(self.open)
             self.open, self._mode = None, "text"
             return i + len(end)
-        return WAIT if key.startswith(rest) or end.startswith(rest) else self._abort()
+        return WAIT if key.startswith(rest) or end.startswith(rest) else self._abort(i)
 
     def _key(self, i: int) -> int:
         assert self.open is not None
         key = self.open.items[-1].key
         if key.end is None:
-            at, later = self._find(self._tags.value.split("\n")[0], i)
+            at, later = self._find(i, self._tags.value.split("\n")[0])
             if at < 0:
                 return later
             key.end = at
@@ -100,7 +97,7 @@ class TagScanner(Scanner):
             while after < len(self.text) and self.text[after].isspace():
                 after += 1
             if not self.text.startswith(part, after):
-                return WAIT if part.startswith(self.text[after:]) else self._abort()
+                return WAIT if part.startswith(self.text[after : after + len(part)]) else self._abort(after)
             after += len(part)
         if self._tags.value.endswith("\n"):
             if after == len(self.text):
@@ -112,7 +109,7 @@ class TagScanner(Scanner):
     def _value(self, i: int) -> int:
         assert self.open is not None and self.open.items[-1].value is not None
         stop = self._tags.value_end.strip()
-        at, later = self._find(stop, i)
+        at, later = self._find(i, stop)
         if at < 0:
             return later
         value = self.open.items[-1].value
@@ -120,12 +117,12 @@ class TagScanner(Scanner):
         self._mode = "body"
         return at + len(stop)
 
-    def _abort(self) -> int:
-        """Give the call up as plain text and go on after its first tag."""
+    def _abort(self, i: int) -> int:
+        """Give the call up: as plain text from after its first tag, or as far as it came if it was certain."""
         assert self.open is not None
         after = self.open.start + len(self._tags.call)
-        self.open, self._mode = None, "text"
-        return after
+        self._mode = "text"
+        return i if self._break(i) else after
 
     def arguments_text(self, call: CallSpans) -> str:
         """Write the finished arguments as JSON, each value as its slot's type says."""
@@ -144,7 +141,7 @@ def json_of_raw(text: str, slot: Slot | None) -> str:
     types = slot.types if slot is not None else ()
     if types != ("string",):
         try:
-            value = json.loads(text, strict=False)
+            value = json.loads(text, strict=False, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
             text = json.dumps(value)
