@@ -6,7 +6,6 @@ there is never anything to roll back.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -35,19 +34,20 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: dict[str, LLMatcher] = {}
 
-    def calls(
-        self, call_format: CallFormat, prompt: str, functions: Sequence[Mapping[str, Any]], parallel: bool = True
-    ) -> GrammarConstraint:
-        """Allow nothing but calls of these functions."""
+    def calls(self, call_format: CallFormat, prompt: str, functions: Sequence[Mapping[str, Any]]) -> GrammarConstraint:
+        """Ask for a call of one of these functions first; after it the target is free to end or to call on."""
         special = {str(token.content): index for index, token in self._loaded.tokenizer.added_tokens_decoder.items()}
-        return self.constraint(call_grammar(call_format, prompt, functions, special, parallel))
+        return self.constraint(call_grammar(call_format, prompt, functions, special), releases=True)
 
     def schema(self, schema: Any) -> GrammarConstraint:
         """Allow nothing but JSON that fits a schema."""
         return self.constraint(schema_grammar(schema))
 
-    def constraint(self, grammar: str) -> GrammarConstraint:
-        """Return a fresh constraint for a grammar. Raises UsageError where it does not compile."""
+    def constraint(self, grammar: str, releases: bool = False) -> GrammarConstraint:
+        """Return a fresh constraint for a grammar; `releases` = it ends with the grammar.
+
+        Raises UsageError where it does not compile.
+        """
         if self._tokenizer is None:
             vocabulary = int(self._loaded.model.get_input_embeddings().weight.shape[0])
             eos = sorted(self._loaded.codec.eos_ids)
@@ -60,7 +60,7 @@ class Grammars:
             if len(self._compiled) >= 64:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[grammar] = matcher
-        return GrammarConstraint(matcher.deep_copy())
+        return GrammarConstraint(matcher.deep_copy(), releases)
 
 
 class AfterThinking:
@@ -86,13 +86,15 @@ class AfterThinking:
 
 
 class GrammarConstraint:
-    """What a grammar allows next."""
+    """What a grammar allows next. With `releases`, everything is allowed once the grammar is fulfilled."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, releases: bool = False) -> None:
+        self._matcher, self._releases, self._released = matcher, releases, False
 
     def mask(self, logits: Tensor) -> Tensor:
         """Return the logits with everything forbidden at -inf. [V]"""
+        if self._released:
+            return logits
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = torch.zeros(len(logits), dtype=torch.bool)
         size = min(len(bits), len(logits))
@@ -101,11 +103,14 @@ class GrammarConstraint:
 
     def advance(self, token: int) -> None:
         """Take note of the next committed token."""
-        if not self._matcher.is_stopped():
+        if not self._released and not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+            self._released = self._releases and bool(self._matcher.is_accepting())
 
     def allowed_length(self, tokens: Sequence[int]) -> int:
         """Return how many of the tokens may follow in a row."""
+        if self._released:
+            return len(tokens)
         return 0 if self._matcher.is_stopped() else int(self._matcher.validate_tokens(list(tokens)))
 
 
@@ -121,9 +126,8 @@ def call_grammar(
     prompt: str,
     functions: Sequence[Mapping[str, Any]],
     special: Mapping[str, int],
-    parallel: bool = True,
 ) -> str:
-    """Return the grammar of answers that are nothing but calls of these functions in a format.
+    """Return the grammar of one call of these functions, as an answer in this format begins.
 
     `special` = tokens that are written as one id. Raises UsageError for a format whose values are not JSON.
     """
@@ -136,12 +140,7 @@ def call_grammar(
     calls = [_call(style, function, literal) for function in functions]
     rules = [f"call: {' | '.join(f'call{index}' for index in range(len(calls)))}"]
     rules += [f"call{index}: {call}" for index, call in enumerate(calls)]
-    # what a separator and the closing share is a word of its own: the engine's lexer does not go back
-    pairs = zip(style.between, style.closing, strict=False)
-    shared = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    between, closing = (literal(text[len(shared) :]) for text in (style.between, style.closing))
-    more = f" ({literal(shared)} {between} call)*" if parallel else ""
-    return _lark(f"start: {literal(style.opening)} call{more} {literal(shared)} {closing}", *rules)
+    return _lark(f"start: {literal(style.opening)} call", *rules)
 
 
 class _Literals:

@@ -324,7 +324,7 @@ class Request:
         self.call_format = format_named(self.conversation.call_format)
         self.choice = read_tool_choice(tool_choice, self.conversation.tools)
         self.tools = self.choice.active(self.conversation.tools)
-        self.constraint = self._constraint(tools, parallel_tool_calls, read_response_format(response_format))
+        self.constraint = self._constraint(tools, read_response_format(response_format))
         codec = decoder.loaded.codec
         watched = self.tools and not parallel_tool_calls
         single = (
@@ -350,9 +350,9 @@ class Request:
         self.cached_tokens = 0
         self.total_ms = 0.0
 
-    def _constraint(self, tools: Any, parallel: bool, schema: Any) -> Constraint | None:
+    def _constraint(self, tools: Any, schema: Any) -> Constraint | None:
         """Return what the answer must be after its reasoning, if the request says so."""
-        inner = self._grammar(tools, parallel, schema)
+        inner = self._grammar(tools, schema)
         if inner is None or not self.conversation.thinking:
             return inner
         return AfterThinking(inner, self.decoder.loaded.codec, self._splitter())
@@ -360,7 +360,7 @@ class Request:
     def _splitter(self) -> ThinkSplitter:
         return ThinkSplitter.of(self.call_format, self.conversation.thinking, self.conversation.reasons)
 
-    def _grammar(self, tools: Any, parallel: bool, schema: Any) -> Constraint | None:
+    def _grammar(self, tools: Any, schema: Any) -> Constraint | None:
         grammars, conversation = self.decoder.grammars, self.conversation
         if schema is not None:
             if self.tools:
@@ -372,7 +372,7 @@ class Request:
             raise UsageError("tool_choice required needs tools in the request itself, not in the system prompt.")
         functions = [tool["function"] for tool in openai_tools(tools)]
         wanted = [function for function in functions if not self.choice.name or function["name"] == self.choice.name]
-        return grammars.calls(self.call_format, conversation.prompt, wanted, parallel)
+        return grammars.calls(self.call_format, conversation.prompt, wanted)
 
     def stop(self) -> None:
         """Ask from any thread that the request end: `run` raises RequestStopped within one pass of the target."""
