@@ -203,7 +203,7 @@ def test_registry_refuses_doubles_and_strangers():
 @given(st.integers(1, 5), st.sampled_from([40, 128 * 17, 128 * 40, 128 * 40 + 1]), st.integers(0, 1000))
 def test_top_indices_equal_topk(rows, size, seed):
     logits = torch.rand(rows, size, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(top_indices(logits, 8), logits.topk(8).indices)
+    assert torch.equal(logits.gather(1, top_indices(logits, 8)), logits.topk(8).values)  # of equal ones any may come
 
 
 @given(st.integers(1, 4), st.sampled_from([128 * 3, 128 * 40, 300]), st.integers(0, 1000), st.integers(2, 1000))
