@@ -16,6 +16,7 @@ from ooospec.train.decontaminate import Inventory, normalized_name
 from ooospec.train.records import Call, Example, append_example, fault, read_examples
 from ooospec.train.sources import SOURCES, load_source
 from ooospec.train.teachers import EndpointTeacher, NoCall, TeacherGone, gold_hint, parse_tool_call
+from scripted import ScriptedTarget
 from test_train import example, tool
 
 NOTHING = Inventory(frozenset(), frozenset())
@@ -356,15 +357,15 @@ def test_the_data_sets_own_call_is_the_local_teachers_hint():
     assert gold_hint(msgspec.structs.replace(example(), calls=())) is None
 
 
-def test_a_local_teacher_reads_what_its_target_wrote(tiny_llama, monkeypatch):
+def test_a_local_teacher_reads_what_its_target_wrote(tiny_llama):
     from ooospec.runtime import Decoder
     from ooospec.train.teachers import LocalTeacher
 
+    with Decoder(tiny_llama, None, budget="fixed") as decoder, pytest.raises(NoCall, match="no call"):
+        LocalTeacher(decoder).answer(example())  # a random model writes noise
     with Decoder(tiny_llama, None, budget="fixed") as decoder:
-        teacher = LocalTeacher(decoder)
-        with pytest.raises(NoCall, match="no call"):  # a random model writes noise
-            teacher.answer(example())
-        text = '{"name": "weather", "arguments": {"city": "Rome"}} and more'
-        monkeypatch.setattr(tiny_llama.codec, "decode", lambda ids: text)
-        assert teacher.answer(example()) == Call("weather", {"city": "Rome"})
-        assert decoder._active is None  # the rest of the answer is not decoded
+        text = '{"name": "weather", "arguments": {"city": "Rome"}}'
+        decoder.target = ScriptedTarget(tiny_llama.codec.encode(f"{text} and more"), tiny_llama.codec.vocab_size)
+        decoder.target.prefix_cache = None
+        assert LocalTeacher(decoder).answer(example()) == Call("weather", {"city": "Rome"})
+        assert len(decoder.target.committed) < len(decoder.target.script)  # the rest of the answer is not decoded

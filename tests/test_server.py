@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 
@@ -10,10 +11,14 @@ import openai
 import pytest
 import uvicorn
 from fastapi.testclient import TestClient
+from typer.testing import CliRunner
 
 from conftest import load_tiny
+from ooospec.cli import app
+from ooospec.errors import UsageError
 from ooospec.runtime import Decoder
 from ooospec.server.app import ServerSettings, create_app
+from ooospec.server.command import merged
 from ooospec.target.model import TargetModel
 from scripted import ScriptedTarget
 
@@ -557,3 +562,45 @@ def test_a_real_tiny_model_behind_the_server(tiny_llama):
             forced = chat(client, max_tokens=200, tool_choice="required")
             arguments = forced["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
             assert forced["choices"][0]["finish_reason"] in ("tool_calls", "length") and arguments.startswith("{")
+
+
+# ---------------------------------------------------------------- the command, before any model is loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--speculative-config", "{"], "not JSON"),
+        (["--speculative-config", '{"method": "draft"}'], "unknown method 'draft'; choose one of ar"),
+        (["--speculative-config", '{"num_speculative_tokens": 0}'], "from 1 to 511"),
+        (["--tool-call-parser", "nope"], "Unknown call format 'nope'"),
+        (["--chat-template", "/nope"], "no file that can be read"),
+        (["--host", "256.1.1.1"], "Cannot listen on 256.1.1.1:8000"),
+        (["--config", "/nope.yaml"], "Cannot read --config"),
+        (["--model", "/nope"], "/nope"),
+    ],
+)
+def test_wrong_flags_are_told_in_a_line(arguments, words):
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
+
+
+def test_a_taken_port_is_told_before_models_are_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["serve", "--port", port])
+    assert result.exit_code == 2 and f"Cannot listen on 127.0.0.1:{port}" in " ".join(result.output.split())
+
+
+def test_the_config_file_is_read_and_flags_come_first(tmp_path):
+    path = tmp_path / "c.yaml"
+    flags = {"port": 8000, "served_model_name": None, "max_queue": 64}
+    path.write_text("port: 9000\nserved-model-name: x\nmax-queue: 3\n")
+    assert merged(flags, lambda name: name == "port", path) == {"port": 8000, "served_model_name": "x", "max_queue": 3}
+    for text, words in (("prot: 1", "unknown key 'prot'; known keys: max-queue, port"), ("- 1", "keys and values"),
+                        ("a: [", "not YAML")):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            merged(flags, lambda name: False, path)

@@ -9,7 +9,7 @@ import torch
 from conftest import load_tiny
 from ooospec.errors import UsageError
 from ooospec.train.packing import FUNCTION, NULL, VALUE, pack, questions
-from ooospec.train.recipe import PUBLISHED, Recipe, read_recipe
+from ooospec.train.recipe import SHIPPED, Recipe, read_recipe
 from ooospec.train.records import Call, Example
 from ooospec.train.trainer import Trainer, learning_rate, packed_loss
 
@@ -148,7 +148,10 @@ def test_learning_rate_warms_up_and_decays():
 
 
 def test_the_published_recipe_is_the_default():
-    assert read_recipe(PUBLISHED) == Recipe()
+    assert read_recipe("published") == Recipe()
+    assert set(SHIPPED) == {"published", "small"} and read_recipe("small").dropout == 0.0
+    with pytest.raises(UsageError, match="give a file, or one of published, small"):
+        read_recipe("smal")
 
 
 @pytest.mark.parametrize("text", ["rank = 'x'", "ranks = 4", "rank = ", "\x00"])
@@ -156,7 +159,7 @@ def test_a_wrong_recipe_is_refused_with_the_settings_there_are(tmp_path, text):
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"not usable: .*Settings: rank, alpha"):
-        read_recipe(path)
+        read_recipe(str(path))
 
 
 def test_a_trained_adapter_is_loaded_as_peft_adapter(tmp_path, folder_of_tiny):

@@ -326,31 +326,30 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="YAML file with the same names as these flags.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible API (chat completions with tools, streaming, metrics, an inspector at /ui)."""
-    from ooospec.server.command import (
-        apply_template,
-        merged,
-        parser_format,
-        read_settings,
-        run_server,
-        speculative_options,
-    )  # fmt: skip
+    from ooospec.server import command
 
+    command.check_installed()
     flags = {name: value for name, value in context.params.items() if name != "config"}
-    values = merged(flags, lambda name: "COMMANDLINE" in str(context.get_parameter_source(name)), config)
-    speculation = speculative_options(values["speculative_config"])
-    call_format = parser_format(values["tool_call_parser"])
-    settings = read_settings(values)
+    values = command.merged(flags, lambda name: "COMMANDLINE" in str(context.get_parameter_source(name)), config)
+    speculation = command.speculative_options(values["speculative_config"])
+    call_format = command.parser_format(values["tool_call_parser"])
+    settings = command.read_settings(values)
+    template = command.read_template(settings.chat_template)
     options = {name: values[name] for name in ("adapter", "dtype", "device", "placement")}
     if speculation.get("num_speculative_tokens"):
         options["max_nodes"] = speculation["num_speculative_tokens"] + 1
     method = speculation.get("method", "ooo")
     beside = values["sidecar"] if method == "ooo" else "none"
-    with _decoder(settings.model, beside, call_format=call_format, **options) as decoder:
+    with (
+        command.listen(settings.host, settings.port) as listening,
+        _decoder(settings.model, beside, call_format=call_format, **options) as decoder,
+    ):
         decoder.default_method = method
-        apply_template(decoder, settings.chat_template)
+        if template is not None:
+            decoder.loaded.tokenizer.chat_template = template
         if settings.max_model_len is not None:
             decoder.target.limit_context(settings.max_model_len)
-        run_server(decoder, settings)
+        command.run_server(decoder, settings, listening)
 
 
 @app.command()

@@ -104,3 +104,8 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise UsageError(f"Unknown method {name!r}; choose one of {', '.join(METHODS)}.")
     return METHODS[name]
+
+
+def served_methods() -> list[str]:
+    """List the methods that a server's requests may ask for: those of this project's loop without a draft model."""
+    return [name for name, method in METHODS.items() if not method.stock and name != "draft"]

@@ -153,20 +153,10 @@ class CallScanner(Scanner):
         self._top_key = ""
 
     @property
-    def mode(self) -> str:
-        """What is expected next: text, key, key_or_end, in_key, colon, value, in_string, in_scalar, after_value."""
-        return self._mode
-
-    @property
     def in_arguments(self) -> bool:
         """Tell whether the scanner is directly inside the arguments object."""
         arguments = self.open.arguments if self.open is not None else None
         return len(self._stack) == 2 and arguments is not None and arguments.end is None
-
-    @property
-    def depth(self) -> int:
-        """Number of open braces and brackets."""
-        return len(self._stack)
 
     # ------------------------------------------------------------------ one character
 

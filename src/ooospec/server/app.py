@@ -54,9 +54,6 @@ class ServerSettings:
     max_queue: int = 64
     time_limit_s: float = 600.0
     max_body_bytes: int = 4 << 20
-    default_temperature: float = 0.0
-    """Temperature of requests that name none: greedy, unlike OpenAI's 1.0, since tool calls want it."""
-    log_arguments: bool = False
     inspector: bool = True
 
 
@@ -188,7 +185,7 @@ def _add_routes(app: FastAPI, state: _State) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: ChatBody) -> Response:
         _check_model(settings, body.model)
-        options = body.options(settings.default_temperature)
+        options = body.options()
         job = _job(state, request, body, body.messages, body.tools, options, body.n)
         state.worker.submit(job)
         inspect = INSPECT_HEADER in request.headers
@@ -198,7 +195,7 @@ def _add_routes(app: FastAPI, state: _State) -> None:
     async def completions(request: Request, body: CompletionBody) -> Response:
         _check_model(settings, body.model)
         prompts = [_raw(state, prompt) for prompt in body.prompts()]
-        options = body.options(settings.default_temperature)
+        options = body.options()
         job = _job(state, request, body, prompts, None, options, body.n * len(prompts))
         state.worker.submit(job)
         return await _respond(request, body, job, _TextAnswer(state, body, job, prompts))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from ooospec.methods import METHODS
+from ooospec.methods import served_methods
 from ooospec.server.errors import ApiError
 
 MAX_TOOLS = 1024
@@ -81,13 +81,11 @@ class Body(BaseModel):
     prediction: Prediction | None = None
     cache_salt: StrictStr | None = None
     speculative: StrictBool | dict[str, Any] | None = None
-    user: StrictStr | None = None
 
-    def decoder_options(self, default_temperature: float) -> dict[str, Any]:
+    def decoder_options(self) -> dict[str, Any]:
         """Return the options of `Decoder.request` that both kinds share."""
         options: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         options = {name: value for name, value in options.items() if value is not None}
-        options.setdefault("temperature", default_temperature)
         if self.logit_bias:
             options["logit_bias"] = {_token(key): value for key, value in self.logit_bias.items()}
         if self.stop:
@@ -106,12 +104,11 @@ class ChatBody(Body):
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] | None = None
 
-    def options(self, default_temperature: float) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return the options of `Decoder.request`."""
         check_tools(self.tools)
-        options = self.decoder_options(default_temperature)
+        options = self.decoder_options()
         for name in ("tool_choice", "parallel_tool_calls", "response_format"):
             options[name] = getattr(self, name)
         if self.top_logprobs is not None and not self.logprobs:
@@ -130,11 +127,11 @@ class CompletionBody(Body):
     logprobs: StrictInt | None = Field(None, ge=0, le=20)
     suffix: StrictStr | None = None
 
-    def options(self, default_temperature: float) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return the options of `Decoder.request`."""
         if self.suffix:
             raise ApiError(400, "suffix is not supported; leave it out.", param="suffix")
-        options = self.decoder_options(default_temperature)
+        options = self.decoder_options()
         if self.logprobs is not None:
             options["logprobs"] = self.logprobs
         return {**options, "max_new_tokens": self.max_tokens or 16}
@@ -170,7 +167,7 @@ def speculation(value: Any) -> dict[str, Any]:
         return {"method": "ar"}
     known = {"method": str, "max_nodes": int}
     wrong = [key for key in value if key not in known or not isinstance(value[key], known[key])]
-    allowed = [name for name, method in METHODS.items() if not method.stock and name != "draft"]
+    allowed = served_methods()
     if wrong or value.get("method", "ooo") not in allowed or not 1 <= value.get("max_nodes", 1) <= 512:
         raise ApiError(
             400,

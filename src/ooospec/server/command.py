@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import msgspec
 
 from ooospec.chat.formats.registry import format_named
 from ooospec.errors import UsageError
-from ooospec.methods import method_named
+from ooospec.methods import served_methods
 from ooospec.runtime import Decoder
 
 KEY_VARIABLE = "OOOSPEC_API_KEY"
@@ -99,22 +101,42 @@ def speculative_options(text: str | None) -> dict[str, Any]:
     allowed = {"method", "num_speculative_tokens"}
     if not isinstance(value, dict) or not set(value) <= allowed:
         raise UsageError(f"--speculative-config takes {', '.join(sorted(allowed))}; got {str(value)[:100]}.")
-    if "method" in value:
-        method_named(str(value["method"]))
+    if value.get("method", "ooo") not in served_methods():
+        raise UsageError(
+            f"--speculative-config: unknown method {value['method']!r}; choose one of {', '.join(served_methods())}."
+        )
     size = value.get("num_speculative_tokens")
     if size is not None and (not isinstance(size, int) or not 1 <= size <= 511):
         raise UsageError(f"num_speculative_tokens must be a whole number from 1 to 511; got {size!r}.")
     return value
 
 
-def run_server(decoder: Decoder, settings: ServeSettings) -> None:
-    """Serve until SIGINT or SIGTERM; requests that run are finished first."""
-    try:
-        import uvicorn
+def check_installed() -> None:
+    """Raise UsageError where the packages of the extra `server` are missing."""
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"The server needs {', '.join(missing)}; install the extra: ooo-spec[server].")
 
-        from ooospec.server.app import ServerSettings, create_app
-    except ImportError as error:
-        raise UsageError(f"The server needs {error.name}; install ooo-spec[server].") from error
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take the address before models are loaded. Raises UsageError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise UsageError(f"Cannot listen on {host}:{port} ({error}); give another --host or --port.") from error
+    return listening
+
+
+def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; requests that run are finished first."""
+    import uvicorn
+
+    from ooospec.server.app import ServerSettings, create_app
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     keys = settings.api_key or tuple(filter(None, [os.environ.get(KEY_VARIABLE, "")]))
     names = settings.served_model_name or (settings.model,)
@@ -129,17 +151,17 @@ def run_server(decoder: Decoder, settings: ServeSettings) -> None:
         "serving %s on http://%s:%d/v1%s", names[0], settings.host, settings.port,
         f", inspector at http://{settings.host}:{settings.port}/ui" if settings.ui else "",
     )  # fmt: skip
-    uvicorn.run(
-        app, host=settings.host, port=settings.port, log_level="warning", timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(settings.request_timeout),
-    )  # fmt: skip
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.request_timeout)
+    )
+    uvicorn.Server(config).run(sockets=[listening])
 
 
-def apply_template(decoder: Decoder, template: str | None) -> None:
-    """Use another chat template, from a file or as text. Raises UsageError."""
-    if template is None:
-        return
-    path = Path(template)
-    if "{" not in template and not path.is_file():
-        raise UsageError(f"--chat-template {template!r} is no file and no Jinja template.")
-    decoder.loaded.tokenizer.chat_template = path.read_text("utf-8") if "{" not in template else template
+def read_template(template: str | None) -> str | None:
+    """Return a chat template given as a file or as text. Raises UsageError."""
+    if template is None or "{" in template:
+        return template
+    try:
+        return Path(template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {template!r} is no file that can be read and no Jinja template.") from error

@@ -34,9 +34,14 @@ class Metrics:
         self.cached_tokens = Counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", **make)
         self.requests = Counter("vllm:request_success", "Requests answered.", ["finished_reason"], **make)
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests in the queue.", **make)
-        self.refused = Counter("ooospec:requests_refused", "Requests refused because the queue was full.", **make)
-        self.aborted = Counter("ooospec:requests_aborted", "Requests whose client went away.", **make)
-        self.failed = Counter("ooospec:requests_failed", "Requests that failed inside the server.", **make)
+        self._counters = {
+            "refused": Counter("ooospec:requests_refused", "Requests refused because the queue was full.", **make),
+            "aborted": Counter("ooospec:requests_aborted", "Requests whose client went away.", **make),
+            "failed": Counter("ooospec:requests_failed", "Requests that failed inside the server.", **make),
+            "memories_dropped": Counter(
+                "ooospec:memories_dropped", "Memories of keys and salts that made room.", **make
+            ),
+        }
         self.undrafted = Counter(
             "ooospec:rounds_without_draft", "Rounds in which no draft was worth verifying.", **make
         )
@@ -62,9 +67,7 @@ class Metrics:
         elif kind == "waiting":
             self.waiting.set(value)
         else:
-            counter = {"refused": self.refused, "aborted": self.aborted, "failed": self.failed}.get(kind)
-            if counter is not None:
-                counter.inc(value)
+            self._counters[kind].inc(value)
 
     def _result(self, result: Generation) -> None:
         for commit in result.rounds:

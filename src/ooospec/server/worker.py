@@ -111,7 +111,6 @@ class Worker(threading.Thread):
         self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._ending = False
-        self._current: Job | None = None
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._mean_s = EXPECTED_S
 
@@ -152,20 +151,12 @@ class Worker(threading.Thread):
             self._changed.notify()
         self.join(timeout_s)
 
-    @property
-    def busy(self) -> int:
-        """Number of requests that run or wait."""
-        with self._changed:
-            return sum(map(len, self._queues.values())) + (self._current is not None)
-
     # ------------------------------------------------------------------ the thread
 
     def run(self) -> None:
         """Serve until drained."""
         while (job := self._next()) is not None:
             self._serve(job)
-            with self._changed:
-                self._current = None
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -178,7 +169,6 @@ class Worker(threading.Thread):
             self._queues.move_to_end(key)  # the others first, next time
             if not queue:
                 del self._queues[key]
-            self._current = job
             self._observe("waiting", sum(map(len, self._queues.values())))
             return job
 

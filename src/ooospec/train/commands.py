@@ -87,17 +87,17 @@ def train(
     data: Annotated[list[Path], typer.Option(help="Folder or file of traces; may be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder of the run; one that was stopped is gone on with.")],
     base: Annotated[str, typer.Option(help="Model to train, as for --sidecar.")] = DEFAULT_SIDECAR,
-    recipe: Annotated[Path | None, typer.Option(help="TOML file of settings; default: the published recipe.")] = None,
+    recipe: Annotated[str, typer.Option(help="published, small (for CPUs), or a TOML file of settings.")] = "published",
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most so many requests.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Device = None,
 ) -> None:
     """Train a LoRA adapter on collected traces and calibrate its chances."""
     from ooospec.models.resolver import resolve_model
-    from ooospec.train.recipe import PUBLISHED, read_recipe
+    from ooospec.train.recipe import read_recipe
     from ooospec.train.run import run_training
 
-    settings = read_recipe(recipe or PUBLISHED)
+    settings = read_recipe(recipe)
     with progress_bars() as progress:
         path = resolve_model(base, progress)
         folder = run_training(path, base, data, out, settings, limit, dtype, device, progress)

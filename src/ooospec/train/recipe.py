@@ -9,8 +9,8 @@ import msgspec
 
 from ooospec.errors import UsageError
 
-PUBLISHED = Path(__file__).parent / "published.toml"
-"""The recipe of arXiv 2608.00814 for Qwen3-0.6B; its batch of 32 rows is about 8 requests of 4 questions."""
+SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+"""Recipes by name: `published` (arXiv 2608.00814, for Qwen3-0.6B) and `small` (for CPUs and some hundred requests)."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,12 +34,16 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     checkpoint_every: int = 10
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Read a TOML file of settings; what it leaves out keeps its default. Raises UsageError."""
+def read_recipe(name: str) -> Recipe:
+    """Read a recipe by name or a TOML file; what it leaves out keeps its default. Raises UsageError."""
+    path = SHIPPED.get(name) or Path(name)
     try:
         return msgspec.convert(tomllib.loads(path.read_text("utf-8")), Recipe)
     except OSError as error:
-        raise UsageError(f"Cannot read the recipe {str(path)!r}: {error.strerror}.") from error
+        known = ", ".join(SHIPPED)
+        raise UsageError(
+            f"Cannot read the recipe {name!r}: {error.strerror}; give a file, or one of {known}."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         allowed = ", ".join(Recipe.__struct_fields__)
         raise UsageError(f"The recipe {str(path)!r} is not usable: {error}. Settings: {allowed}.") from error

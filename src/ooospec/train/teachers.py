@@ -64,21 +64,15 @@ class LocalTeacher:
         self.decoder, self.name = decoder, decoder.loaded.name
 
     def answer(self, example: Example) -> Call:
-        """Decode until the first call is complete."""
-        tools = {tool.name: tool for tool in example.request()[0]}
-        codec, scanner, ids = self.decoder.loaded.codec, CallScanner(), list[int]()
-        rounds = self.decoder.stream(
-            list(example.messages), list(example.tools) or None, hint=gold_hint(example), max_new_tokens=MAX_NEW_TOKENS
-        )
-        for commit in rounds:
-            ids += [token for token in commit.tokens if token not in codec.eos_ids]
-            text = codec.decode(ids).rstrip("�")
-            scanner.feed(text[len(scanner.text) :])
-            found = next(iter(scanner.finished()), None)
-            if found is not None:
-                rounds.close()  # type: ignore[attr-defined]  # a generator
-                return checked_call(found[0], found[1], tools)
-        raise NoCall("cut off in a call" if scanner.open is not None else "no call")
+        """Decode until the first call of an offered function is complete."""
+        result = self.decoder.generate(
+            list(example.messages), list(example.tools) or None, hint=gold_hint(example),
+            max_new_tokens=MAX_NEW_TOKENS, parallel_tool_calls=False,
+        )  # fmt: skip
+        if not result.calls:
+            raise NoCall("cut off before a call" if result.finish_reason == "length" else "no call")
+        call = result.calls[0]
+        return checked_call(call.name, dict(call.arguments), {tool.name: tool for tool in example.request()[0]})
 
 
 def parse_tool_call(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> Call:
