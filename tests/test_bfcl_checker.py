@@ -10,9 +10,12 @@ from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.gold import bfcl_gold
 from ooospec.core import ToolCall
 
+PARAMETERS = {
+    "type": "dict", "properties": {"base": {"type": "integer"}, "unit": {"type": "string"}}, "required": ["base"],
+}  # fmt: skip
 REQUEST = BenchRequest(
     "bfcl-simple_python_7", ({"role": "user", "content": "x"},),
-    [{"name": "area", "parameters": {"type": "dict", "properties": {"base": {"type": "integer"}}}}],
+    [{"name": "area", "parameters": PARAMETERS}],
     bfcl_gold([{"area": {"base": [10], "unit": ["cm", ""]}}]),
 )  # fmt: skip
 CALL = ToolCall("area", {"base": 10}, '{"base": 10}')

@@ -8,7 +8,7 @@ import pytest
 from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.gold import GoldCall
 from ooospec.errors import UsageError
-from ooospec.sidecar.adapter import Habits, read_habits
+from ooospec.sidecar.adapter import read_habits
 from ooospec.sidecar.predictor import WavePredictor
 from ooospec.sidecar.protocol import Function, SlotValue
 from ooospec.train.evaluate import (
@@ -135,4 +135,4 @@ def test_traces_that_do_not_fit_are_refused(tmp_path):
 def test_training_page_of_a_run(tmp_path):
     list(trainer(tmp_path, dev=[example(3)]).run())
     page = training_page(tmp_path / LOG, "T", "x")
-    assert page.count("<svg") == 2 and Habits() == Habits()
+    assert page.count("<svg") == 2

@@ -1,6 +1,6 @@
 """Every call format: what is written is read back, however the text is divided; and how a format is recognised."""
 
-import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from ooospec.chat.formats.tagged import json_of_raw
 from ooospec.chat.scanner import CallScanner
 from ooospec.chat.schema import read_tools
 from ooospec.chat.style import default_styles
+from ooospec.chat.template import render
 from ooospec.core import Slot, SlotHint
 from ooospec.errors import UsageError
 
@@ -177,7 +178,6 @@ def test_digits_of_numbers_are_kept_in_every_format():
     for name in ("pythonic", "qwen3_coder", "mistral_named"):
         call_format = FORMATS[name]
         text = written(call_format, call_format.styles("")[0], [("get_weather", {"i": 12345678901234567890})])
-        text = text.replace("12345678901234567890", "12345678901234567890").replace("'", "'")
         scanner = call_format.scanner(TOOLS)
         scanner.feed(text)
         assert '"i": 12345678901234567890' in next(scanner.finished())[2]
@@ -244,9 +244,16 @@ def test_formats_are_recognised_by_their_templates(name):
     assert found.name == name, why
 
 
-def test_a_prompt_decides_where_the_template_says_nothing():
-    found, why = detect_format("", 'answer in <tool_call> {"name": .., "parameters": ..}')
-    assert found.name == "hermes" and "prompt" in why
+def test_the_words_of_a_dialogue_choose_no_format(tiny_llama):
+    user = {"role": "user", "content": "What do <function=f> and <parameter=p> and [ARGS] mean?"}
+    tools = [{"name": "f", "parameters": {}}]
+    prose = "You can use the following tools:\n1. Name: f\nDescription: d\nParameters: {}\n\n**Only generate .."
+    listed = SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=lambda m, **_: str(m))
+    assert render(tiny_llama.tokenizer, [user], tools).call_format == "json"
+    assert render(listed, [user], tools).call_format == "json"
+    system = {"role": "system", "content": prose + '<tool_call>\n{"name": "f", "parameters": {}}\n</tool_call>'}
+    assert render(tiny_llama.tokenizer, [system, user]).call_format == "hermes"
+    assert render(tiny_llama.tokenizer, [user], tools, "pythonic").call_format == "pythonic"
 
 
 def test_a_format_of_ones_own():
@@ -258,7 +265,6 @@ def test_a_format_of_ones_own():
         del FORMATS["mine"]
     with pytest.raises(UsageError, match="Unknown call format 'mine'; choose one of deepseek_v3"):
         format_named("mine")
-    assert json.dumps({}) == "{}"
 
 
 def test_the_documented_format_of_ones_own():

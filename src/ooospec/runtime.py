@@ -231,7 +231,11 @@ class Decoder:
             self._warm = (salt, shared), [model.prefilled(shared, salt) for model in self._models()]
         for model, cache in zip(self._models(), self._warm[1], strict=True):
             model.prefix_cache = cache
-        if self._client is not None and method_named(options.get("method", "ooo")).hints and rendered[1].tools:
+        if (
+            self._client is not None
+            and method_named(options.get("method") or self.default_method).hints
+            and rendered[1].tools
+        ):
             mailbox = self._client.submit(rendered[1].tools, [(turn.role, turn.text) for turn in NEUTRAL_DIALOGUE])
             mailbox.wait(READY_TIMEOUT_S)
             mailbox.close()

@@ -107,8 +107,9 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
         prompt = tokenizer.apply_chat_template(rendered, tools=listed, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"The target's chat template does not take these messages: {error}") from error
-    template = str(tokenizer.chat_template or "") if listed else ""
-    named = call_format or detect_format(template, str(prompt))[0].name
+    # only those who write the prompt's instructions choose the format, never the words of a dialogue
+    asking = {"template": str(tokenizer.chat_template or ""), "prose": str(checked[0].get("content") or "")}
+    named = call_format or detect_format(asking.get(kind, ""))[0].name
     thinking = str(prompt).rstrip().endswith("<think>")
     reasons = "<think>" in str(tokenizer.chat_template or "") and not str(prompt).rstrip().endswith("</think>")
     return Conversation(str(prompt), known, said, kind, named, thinking, reasons)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ooospec.sidecar.protocol import ToolSignature, ToolSlot, Turn
-from ooospec.target.loading import LoadedModel
+
+if TYPE_CHECKING:  # this module is text only
+    from ooospec.target.loading import LoadedModel
 
 MAX_DESCRIPTION = 160
 INTRODUCTION = "Answer with one function call as JSON. Functions:\n"

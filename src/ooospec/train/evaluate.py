@@ -14,14 +14,12 @@ import numpy as np
 from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.gold import MAY_BE_LEFT_OUT, same_value
 from ooospec.bench.rows import Results
-from ooospec.chat.template import plain_text, read_request
 from ooospec.models.progress import Progress, Silent
 from ooospec.sidecar import protocol
-from ooospec.sidecar.client import signature
 from ooospec.sidecar.predictor import WavePredictor
 from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
 from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSignature, Turn
-from ooospec.train.records import Example
+from ooospec.train.records import Example, submission
 
 BINS = 10
 
@@ -70,15 +68,10 @@ def cases_of_examples(examples: Iterable[Example]) -> Iterator[Case]:
             yield Case(example.id, example.source, tools, dialogue, call.name, arguments, bool(example.teacher))
 
 
-def _signatures(request: BenchRequest) -> tuple[tuple[ToolSignature, ...], tuple[Turn, ...]]:
-    _, tools, said = read_request(list(request.messages), request.tools)
-    return tuple(map(signature, tools)), tuple(Turn(str(m["role"]), plain_text(m)) for m in said)
-
-
 def cases_of_gold(benchmark: str, requests: Iterable[BenchRequest]) -> Iterator[Case]:
     """Take benchmark requests whose gold answer is exactly one call of a listed function."""
     for request in requests:
-        tools, dialogue = _signatures(request)
+        tools, dialogue = submission(request.messages, request.tools)
         gold = request.gold[0] if request.gold is not None and len(request.gold) == 1 else None
         if gold is None or gold.arguments is None or gold.name not in {tool.name for tool in tools}:
             continue
@@ -91,7 +84,7 @@ def cases_of_results(folder: Path, requests: Mapping[str, BenchRequest]) -> Iter
         request = requests.get(row.request)
         if row.method != "ar" or not row.calls or request is None:
             continue
-        tools, dialogue = _signatures(request)
+        tools, dialogue = submission(request.messages, request.tools)
         name, given = row.calls[0]
         if name in {tool.name for tool in tools}:
             arguments = {slot: (value,) for slot, value in given.items()}

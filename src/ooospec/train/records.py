@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,22 @@ from ooospec.core import Tool
 from ooospec.errors import UsageError
 from ooospec.sidecar.client import signature
 from ooospec.sidecar.protocol import ToolSignature, Turn
+
+
+def read_dialogue(
+    messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[tuple[Tool, ...], tuple[Turn, ...]]:
+    """Return the tools and the dialogue of a request as the sidecar is given them. Raises ToolsError or UsageError."""
+    _, known, said = read_request(list(messages), tools)
+    return known, tuple(Turn(str(message["role"]), plain_text(message)) for message in said)
+
+
+def submission(
+    messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[tuple[ToolSignature, ...], tuple[Turn, ...]]:
+    """Return what a Submit message carries for a request."""
+    known, dialogue = read_dialogue(messages, tools)
+    return tuple(signature(tool) for tool in known), dialogue
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -41,13 +57,11 @@ class Example(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def request(self) -> tuple[tuple[Tool, ...], tuple[Turn, ...]]:
         """Return the tools and the dialogue as the sidecar is given them. Raises ToolsError or UsageError."""
-        _, tools, said = read_request(list(self.messages), list(self.tools) or None)
-        return tools, tuple(Turn(str(message["role"]), plain_text(message)) for message in said)
+        return read_dialogue(self.messages, list(self.tools) or None)
 
     def signatures(self) -> tuple[tuple[ToolSignature, ...], tuple[Turn, ...]]:
         """Return what a Submit message carries."""
-        tools, dialogue = self.request()
-        return tuple(signature(tool) for tool in tools), dialogue
+        return submission(self.messages, list(self.tools) or None)
 
     def fingerprint(self) -> str:
         """Hash the request: equal requests have equal fingerprints."""
@@ -77,17 +91,6 @@ def append_example(path: Path, example: Example) -> None:
         sink.write(msgspec.json.encode(example) + b"\n")
         sink.flush()
         os.fsync(sink.fileno())
-
-
-def write_examples(path: Path, examples: Iterable[Example]) -> int:
-    """Write examples as JSON Lines, atomically; return how many."""
-    temporary, count = path.with_suffix(path.suffix + ".tmp"), 0
-    with temporary.open("wb") as sink:
-        for example in examples:
-            sink.write(msgspec.json.encode(example) + b"\n")
-            count += 1
-    temporary.replace(path)
-    return count
 
 
 def read_examples(path: Path) -> Iterator[Example]:

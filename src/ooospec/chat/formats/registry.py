@@ -24,7 +24,7 @@ class CallFormat:
     name: str
     about: str
     signs: tuple[tuple[str, ...], ...]
-    """Groups of texts; the format is meant where a chat template or prompt holds all of any group."""
+    """Groups of texts; the format is meant where a chat template or system prompt holds all of any group."""
     scanner: Callable[[Sequence[Tool]], Scanner]
     styles: Callable[[str], list[CallStyle]]
     """Prompt -> styles it may be answered in, likeliest first."""
@@ -52,13 +52,12 @@ def format_named(name: str) -> CallFormat:
     return FORMATS[name]
 
 
-def detect_format(template: str, prompt: str = "") -> tuple[CallFormat, str]:
-    """Return the format that a chat template and a prompt ask for, and why."""
-    for place, text in (("chat template", template), ("prompt", prompt)):
-        for call_format in reversed(FORMATS.values()):
-            for signs in call_format.signs:
-                if all(sign in text for sign in signs):
-                    return call_format, f"the {place} holds {' and '.join(map(repr, signs))}"
+def detect_format(instructions: str) -> tuple[CallFormat, str]:
+    """Return the format that a chat template, or a system prompt with tools in prose, asks for; and why."""
+    for call_format in reversed(FORMATS.values()):
+        for signs in call_format.signs:
+            if all(sign in instructions for sign in signs):
+                return call_format, f"it holds {' and '.join(map(repr, signs))}"
     return FORMATS["json"], "nothing tells another one"
 
 
