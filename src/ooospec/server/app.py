@@ -22,22 +22,12 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ooospec.chat.template import RawPrompt
-from ooospec.core import TokenChances
-from ooospec.generation import Generation
 from ooospec.runtime import Decoder
-from ooospec.server.answers import (
-    ChatChoice,
-    Envelope,
-    chat_logprobs,
-    finish,
-    round_of,
-    text_logprobs,
-    usage,
-)  # fmt: skip
+from ooospec.server.answers import ChatAnswer, TextAnswer
 from ooospec.server.bodies import Body, ChatBody, CompletionBody
 from ooospec.server.errors import ApiError, as_api_error
 from ooospec.server.metrics import Metrics
-from ooospec.server.worker import AllDone, ChoiceDone, Failed, Item, Job, Step, Worker
+from ooospec.server.worker import AllDone, Failed, Item, Job, Worker
 
 logger = logging.getLogger("ooospec.server")
 KEPT_FOR_INSPECTOR = 50
@@ -180,7 +170,7 @@ def _check_key(request: Request, keys: tuple[str, ...]) -> None:
 
 def _add_routes(app: FastAPI, state: _State) -> None:
     _add_plain_routes(app, state)
-    settings = state.settings
+    settings, codec = state.settings, state.decoder.loaded.codec
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: ChatBody) -> Response:
@@ -189,7 +179,7 @@ def _add_routes(app: FastAPI, state: _State) -> None:
         job = _job(state, request, body, body.messages, body.tools, options, body.n)
         state.worker.submit(job)
         inspect = INSPECT_HEADER in request.headers
-        return await _respond(request, body, job, _ChatAnswer(state, body, job, inspect))
+        return await _respond(request, body, job, ChatAnswer(codec, body, job.salt, inspect, state.recent.appendleft))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> Response:
@@ -198,7 +188,7 @@ def _add_routes(app: FastAPI, state: _State) -> None:
         options = body.options()
         job = _job(state, request, body, prompts, None, options, body.n * len(prompts))
         state.worker.submit(job)
-        return await _respond(request, body, job, _TextAnswer(state, body, job, prompts))
+        return await _respond(request, body, job, TextAnswer(codec, body, prompts))
 
     if settings.inspector:
         _add_inspector(app, state)
@@ -294,126 +284,7 @@ def _job(
 # ---------------------------------------------------------------- answers
 
 
-class _ChatAnswer:
-    """Builds a chat completion out of the worker's items."""
-
-    def __init__(self, state: _State, body: ChatBody, job: Job, inspect: bool) -> None:
-        """`inspect` = chunks also tell what each round did, for the inspector."""
-        self.state, self.body, self.inspect = state, body, inspect
-        self.codec = state.decoder.loaded.codec
-        self.envelope = Envelope(body.model, "chat.completion")
-        self.choices = [ChatChoice() for _ in range(body.n)]
-        self.results: list[Generation] = []
-        self._greeted: set[int] = set()
-        self._record: dict[str, Any] = {
-            "id": self.envelope.id, "at": self.envelope.created, "rounds": [], "key": job.salt,
-            "question": str(body.messages[-1].get("content") or "")[:200],
-        }  # fmt: skip
-
-    def chunks(self, item: Step | ChoiceDone) -> list[dict[str, Any]]:
-        """Take an item in; return the chunks that tell of it."""
-        deltas = self.choices[item.choice].deltas(item.events)
-        if item.choice not in self._greeted:
-            self._greeted.add(item.choice)
-            deltas = [{"role": "assistant", "content": ""}, *deltas]
-        if isinstance(item, Step):
-            return self._step(item, deltas)
-        return [*(self._chunk(item.choice, delta, None) for delta in deltas), self._end(item)]
-
-    def _step(self, item: Step, deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        chances = item.commit.chances if self.body.logprobs else ()
-        drawn = round_of(self.codec, item)
-        if item.choice == 0:
-            self._record["rounds"].append(drawn)
-        if not deltas and (chances or self.inspect):
-            deltas = [{}]
-        chunks = [self._chunk(item.choice, delta, None) for delta in deltas]
-        if self.inspect:
-            chunks[-1]["ooospec"] = drawn
-        if chances:
-            self.choices[item.choice].chances += chances
-            chunks[-1]["choices"][0]["logprobs"] = chat_logprobs(self.codec, chances)
-        return chunks
-
-    def _end(self, item: ChoiceDone) -> dict[str, Any]:
-        self.choices[item.choice].finish_reason = item.finish_reason
-        self.results.append(item.result)
-        chunk = self._chunk(item.choice, {}, item.finish_reason)
-        if self.inspect:
-            chunk["ooospec"] = finish(item)
-        if item.choice == 0:
-            self._record.update(finish(item), usage=usage([item.result]), finish_reason=item.finish_reason)
-            self.state.recent.appendleft(self._record)
-        return chunk
-
-    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return self.envelope.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}])
-
-    def whole(self) -> dict[str, Any]:
-        """Give the whole answer."""
-        choices = []
-        for index, choice in enumerate(self.choices):
-            logprobs = chat_logprobs(self.codec, choice.chances) if self.body.logprobs else None
-            choices.append(
-                {
-                    "index": index,
-                    "message": choice.message(),
-                    "logprobs": logprobs,
-                    "finish_reason": choice.finish_reason,
-                }
-            )
-        return self.envelope.whole(choices, self.results, self.body.n)
-
-
-class _TextAnswer:
-    """Builds a text completion out of the worker's items."""
-
-    def __init__(self, state: _State, body: CompletionBody, job: Job, prompts: list[RawPrompt]) -> None:
-        self.body, self.prompts = body, prompts
-        self.codec = state.decoder.loaded.codec
-        self.envelope = Envelope(body.model, "text_completion")
-        count = body.n * len(prompts)
-        self.texts = [prompts[i // body.n].text if body.echo else "" for i in range(count)]
-        self.reasons: list[str | None] = [None] * count
-        self.chances: list[list[TokenChances]] = [[] for _ in range(count)]
-        self.results: list[Generation] = []
-        self._begun: set[int] = set()
-
-    def chunks(self, item: Step | ChoiceDone) -> list[dict[str, Any]]:
-        """Take an item in; return the chunks that tell of it."""
-        index, text = item.choice, item.text
-        shown = text
-        if index not in self._begun:
-            self._begun.add(index)
-            shown = self.texts[index] + text
-        offset = len(self.texts[index])
-        self.texts[index] += text
-        chances = item.commit.chances if isinstance(item, Step) else ()
-        self.chances[index] += chances
-        logprobs = text_logprobs(self.codec, chances, offset) if chances and self.body.logprobs is not None else None
-        reason = None
-        if isinstance(item, ChoiceDone):
-            reason = "length" if item.finish_reason == "length" else "stop"
-            self.reasons[index] = reason
-            self.results.append(item.result)
-        if not shown and reason is None and logprobs is None:
-            return []
-        return [self.envelope.chunk([{"index": index, "text": shown, "logprobs": logprobs, "finish_reason": reason}])]
-
-    def whole(self) -> dict[str, Any]:
-        """Give the whole answer."""
-        asked = self.body.logprobs is not None
-        choices = [
-            {
-                "index": i, "text": text, "finish_reason": self.reasons[i],
-                "logprobs": text_logprobs(self.codec, self.chances[i], 0) if asked else None,
-            }
-            for i, text in enumerate(self.texts)
-        ]  # fmt: skip
-        return self.envelope.whole(choices, self.results, self.body.n)
-
-
-Answer = _ChatAnswer | _TextAnswer
+Answer = ChatAnswer | TextAnswer
 
 
 async def _respond(request: Request, body: Body, job: Job, answer: Answer) -> Response:

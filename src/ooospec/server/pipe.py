@@ -7,7 +7,7 @@ from ooospec.chat.codec import TextCodec
 from ooospec.chat.scanner import held_back
 from ooospec.core import Commit
 from ooospec.generation import Generation
-from ooospec.runtime import Request
+from ooospec.request import Request
 
 
 class TextPipe:

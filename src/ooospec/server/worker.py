@@ -17,7 +17,8 @@ from ooospec.core import Commit
 from ooospec.errors import OooSpecError, RequestStopped
 from ooospec.generation import Generation
 from ooospec.memory import Memory
-from ooospec.runtime import Decoder, Request
+from ooospec.request import Request
+from ooospec.runtime import Decoder
 from ooospec.server.errors import ApiError, as_api_error
 from ooospec.server.pipe import TextPipe
 
