@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ooospec.chat.scanner import CallScanner
 from ooospec.chat.schema import normalize_schema, openai_tools, prose_tools, read_tools
 from ooospec.chat.style import StyleBook, default_styles, learn_style
-from ooospec.chat.template import plain_text, render
+from ooospec.chat.template import plain_text, render, template_format
 from ooospec.errors import ToolsError, UsageError
 
 
@@ -53,6 +53,43 @@ def test_types_of_every_dialect():
     }  # fmt: skip
     assert (found["h"].choices, found["i"].choices, found["j"].choices) == ((True, False), ("x", 3), (1,))
     assert [s.required for s in found.values()].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "reference", ["#/$defs/a~1b", "#/$defs/a%7E1b", "#here", "tools:x#/$defs/a~1b", "#/$defs/list/anyOf/0"]
+)
+def test_references_of_every_form_are_followed(reference):
+    wanted = {"type": "integer", "$anchor": "here"}
+    (tool,) = read_tools(
+        [{"name": "f", "parameters": {"$id": "tools:x", "$defs": {"a/b": wanted, "list": {"anyOf": [wanted]}},
+          "properties": {"n": {"$ref": reference}}}}]
+    )  # fmt: skip
+    assert tool.slots[0].types == ("integer",)
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/none", "#none", "http://127.0.0.1:9/x.json", "%%%", "", "#/$defs/a/0"])
+@pytest.mark.parametrize("broken", [{}, {"$id": 5}, {"$defs": 7}, {"allOf": 5}, {"$anchor": 3}])
+def test_references_to_nowhere_and_broken_schemas_allow_everything(reference, broken):
+    schema = {"$defs": {"a": {}}, "properties": {"n": {"$ref": reference}}, **broken}
+    (tool,) = read_tools([{"name": "f", "parameters": schema}])
+    assert [slot.types for slot in tool.slots] == [()]
+
+
+class Chat:
+    def __init__(self, template, added=()):
+        self.chat_template, self._added = template, dict.fromkeys(added, 0)
+
+    def get_added_vocab(self):
+        return self._added
+
+
+def test_the_format_is_read_off_the_template_or_else_the_vocabulary():
+    found, why = template_format(Chat("{{ tools }} <tool_call> tool_calls", ["<|python_tag|>"]))
+    assert found.name == "hermes" and why.startswith("of its chat template: it holds '<tool_call>'")
+    found, why = template_format(Chat("{{ tools }}", ["<s>", "[TOOL_CALLS]", "[ARGS]"]))
+    assert found.name == "mistral_named" and why == "of its vocabulary: it holds '[ARGS]'"
+    found, why = template_format(Chat("{{ tools }}", ["<s>"]))
+    assert found.name == "json" and "nothing tells another one" in why
 
 
 def test_references_and_unions():

@@ -72,6 +72,61 @@ def test_schemas_without_a_type_and_with_references(grammars):
         assert accepted(grammars, constraint, wrong) < len(wrong)
 
 
+STRICT = {**WEATHER, "strict": True}
+LOOSE = {"name": "note", "parameters": WEATHER["parameters"]}
+
+
+def strict(grammars, name, *functions, splitter=None):
+    tools = read_tools(list(functions))
+    return grammars.strict(FORMATS[name], tools, functions, splitter or ThinkSplitter.of(FORMATS[name], False, False))
+
+
+def taken(grammars, constraint, text):
+    """The part of a text that the target may write, token by token."""
+    codec, written = grammars._loaded.codec, []
+    for token in codec.encode(text):
+        if constraint.mask(torch.zeros(codec.vocab_size + 6))[token] == -torch.inf:
+            break
+        assert constraint.allowed_length([token]) == 1
+        constraint.advance(token)
+        written.append(token)
+    return codec.decode(written)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_named", "deepseek_v3", "harmony"])
+def test_strict_functions_keep_to_their_schema_wherever_they_are_called(grammars, name):
+    style = FORMATS[name].styles("")[0]
+    call = f'{style.opening}{style.head}get_weather{style.middle}city{style.colon}"Oslo"{style.comma}days{style.colon}3'
+    call += style.tail
+    loose = call.replace("get_weather", "note").replace("Oslo", "Bonn")
+    words = "" if name in ("llama3_json", "harmony") else 'I say {"city": "Bonn"}. '
+    for text in (words + call + style.closing, call + style.between + call if style.between else call, loose):
+        assert taken(grammars, strict(grammars, name, STRICT, LOOSE), text) == text
+    for wrong in (call.replace("Oslo", "Bonn"), call.replace("3", "33")):
+        assert len(taken(grammars, strict(grammars, name, STRICT, LOOSE), words + wrong)) < len(words + wrong)
+
+
+def test_strict_arguments_may_be_indented_and_come_in_a_fence(grammars):
+    call = json.dumps({"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}, indent=2)
+    text = f"```json\n{call}\n```\nDone."
+    assert taken(grammars, strict(grammars, "hermes", STRICT), text) == text
+    wrong = text.replace("Oslo", "Bonn")
+    assert taken(grammars, strict(grammars, "hermes", STRICT), wrong) in wrong[: wrong.index("Bonn") + 1]
+
+
+def test_strict_begins_after_the_reasoning(grammars):
+    wrong = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn", "days": 3}}\n</tool_call>'
+    constraint = strict(grammars, "hermes", STRICT, splitter=ThinkSplitter(True, True))
+    text = f"Perhaps {wrong}?</think>\n{wrong}"
+    written = taken(grammars, constraint, text)
+    assert wrong + "?</think>" in written and len(written) < len(text)
+
+
+def test_nothing_is_bound_where_nothing_is_strict_or_arguments_are_not_json(grammars):
+    assert strict(grammars, "hermes", LOOSE) is None
+    assert strict(grammars, "pythonic", STRICT) is None
+
+
 def test_formats_without_json_values_cannot_be_enforced():
     with pytest.raises(UsageError, match="cannot be enforced in format pythonic"):
         call_grammar(FORMATS["pythonic"], "", [PING], {})

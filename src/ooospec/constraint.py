@@ -20,10 +20,14 @@ from torch import Tensor
 from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec
 from ooospec.chat.formats.registry import CallFormat
+from ooospec.chat.scanner import Scanner
 from ooospec.chat.style import CallStyle
+from ooospec.core import Tool
 from ooospec.errors import UsageError
 from ooospec.sampling import Constraint
 from ooospec.target.loading import LoadedModel
+
+_REST = r"REST: /(.|\n)*/"
 
 
 class Grammars:
@@ -38,6 +42,26 @@ class Grammars:
         """Ask for a call of one of these functions first; after it the target is free to end or to call on."""
         special = {str(token.content): index for index, token in self._loaded.tokenizer.added_tokens_decoder.items()}
         return self.constraint(call_grammar(call_format, prompt, functions, special), releases=True)
+
+    def strict(
+        self,
+        call_format: CallFormat,
+        tools: Sequence[Tool],
+        functions: Sequence[Mapping[str, Any]],
+        think: ThinkSplitter,
+    ) -> StrictCalls | None:
+        """Hold the arguments of the `strict` ones among these functions to their schemas, wherever a call begins.
+
+        None where there are none, or where the format's arguments are not JSON. Raises UsageError.
+        """
+        if call_format.styles("")[0].values != "json":
+            return None
+        schemas = {str(f["name"]): _arguments(f, flexible=True) for f in functions if f.get("strict") is True}
+        made = {
+            name: self.constraint(_lark(f"start: {schema} REST", _REST), releases=True)
+            for name, schema in schemas.items()
+        }
+        return StrictCalls(self._loaded.codec, call_format.scanner(tools), think, made) if made else None
 
     def schema(self, schema: Any) -> GrammarConstraint:
         """Allow nothing but JSON that fits a schema."""
@@ -85,11 +109,51 @@ class AfterThinking:
         return self._inner.allowed_length(tokens) if self._splitter.answering else len(tokens)
 
 
+class StrictCalls:
+    """Binds the arguments of calls to schemas, from the first brace to the last; all else is the target's choice."""
+
+    def __init__(
+        self, codec: TextCodec, scanner: Scanner, think: ThinkSplitter, schemas: Mapping[str, GrammarConstraint]
+    ) -> None:
+        self._codec, self._stream, self._scanner, self._think = codec, codec.stream(), scanner, think
+        self._schemas, self._current = schemas, -1
+        self._inner: GrammarConstraint | None = None
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return the logits, masked within strict arguments. [V]"""
+        return self._inner.mask(logits) if self._inner is not None else logits
+
+    def advance(self, token: int) -> None:
+        """Take note of the next committed token."""
+        self._scanner.feed(self._think.push(self._stream.push([token]))[1])
+        if self._inner is not None:
+            self._inner.advance(token)
+        call, scanner = self._scanner.open, self._scanner
+        if call is None or not scanner.certain:
+            self._inner = None
+        elif call.start != self._current:
+            self._current = call.start
+            schema = self._schemas.get(scanner.name_of(call))
+            self._inner = schema.following(self._codec.encode(scanner.arguments_text(call))) if schema else None
+
+    def allowed_length(self, tokens: Sequence[int]) -> int:
+        """Return how many of the tokens may follow in a row; a call that begins among them is only verified."""
+        return self._inner.allowed_length(tokens) if self._inner is not None else len(tokens)
+
+
 class GrammarConstraint:
     """What a grammar allows next. With `releases`, everything is allowed once the grammar is fulfilled."""
 
     def __init__(self, matcher: LLMatcher, releases: bool = False) -> None:
         self._matcher, self._releases, self._released = matcher, releases, False
+
+    def following(self, tokens: Sequence[int]) -> GrammarConstraint | None:
+        """Return a copy that has taken these tokens; None where they do not fit."""
+        copy = GrammarConstraint(self._matcher.deep_copy(), self._releases)
+        if copy._matcher.try_consume_tokens(list(tokens)) < len(tokens):
+            return None
+        copy._released = copy._releases and bool(copy._matcher.is_accepting())
+        return copy
 
     def mask(self, logits: Tensor) -> Tensor:
         """Return the logits with everything forbidden at -inf. [V]"""
@@ -162,16 +226,22 @@ def _call(style: CallStyle, function: Mapping[str, Any], literal: _Literals) -> 
     if style.head.endswith('"'):  # the name is a JSON string
         name = json.dumps(name, ensure_ascii=False)[1:-1]
     gap, tail = style.empty.rsplit("{}", 1)
+    return f"{literal(style.head + name + gap)} {_arguments(function)} {literal(tail)}"
+
+
+def _arguments(function: Mapping[str, Any], flexible: bool = False) -> str:
+    """Write the grammar of a function's arguments; `flexible` = with breaks and indents as the target likes."""
     schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
-    return f"{literal(style.head + name + gap)} {_json(schema, strict=bool(function.get('strict')))} {literal(tail)}"
+    return _json(schema, strict=function.get("strict") is True, flexible=flexible)
 
 
-def _json(schema: Mapping[str, Any], strict: bool = False) -> str:
-    """Embed a schema, written as models write it on one line.
+def _json(schema: Mapping[str, Any], strict: bool = False, flexible: bool = False) -> str:
+    """Embed a schema, written as models write it on one line or, `flexible`, with any whitespace.
 
     Keywords the engine does not know are passed over unless the request asks for strictness.
     """
-    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": not strict}
+    one_line = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options = {**({} if flexible else one_line), "lenient": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 

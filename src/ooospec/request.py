@@ -16,7 +16,7 @@ from ooospec.chat.formats.registry import format_named
 from ooospec.chat.schema import openai_tools
 from ooospec.chat.template import Conversation, RawPrompt, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS
-from ooospec.constraint import AfterThinking
+from ooospec.constraint import AfterThinking, StrictCalls
 from ooospec.core import Commit, DecodeContext, Hint, ToolCall
 from ooospec.engine import decode
 from ooospec.errors import RequestStopped, UsageError
@@ -101,7 +101,7 @@ class Request:
     def _constraint(self, tools: Any, schema: Any) -> Constraint | None:
         """Return what the answer must be after its reasoning, if the request says so."""
         inner = self._grammar(tools, schema)
-        if inner is None or not self.conversation.thinking:
+        if inner is None or isinstance(inner, StrictCalls) or not self.conversation.thinking:
             return inner
         return AfterThinking(inner, self.decoder.loaded.codec, self._splitter())
 
@@ -115,7 +115,8 @@ class Request:
                 raise UsageError("response_format and tools cannot be combined; use tool_choice none or leave one out.")
             return grammars.schema(schema)
         if not self.choice.forced:
-            return None
+            functions = [tool["function"] for tool in openai_tools(tools or ())] if self.tools else []
+            return grammars.strict(self.call_format, self.tools, functions, self._splitter())
         if not tools:
             raise UsageError("tool_choice required needs tools in the request itself, not in the system prompt.")
         functions = [tool["function"] for tool in openai_tools(tools)]

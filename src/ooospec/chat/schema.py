@@ -8,6 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
 from ooospec.core import Slot, Tool
 from ooospec.errors import ToolsError
 
@@ -20,6 +24,8 @@ _JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "ar
 MAX_BRANCHES = 32
 """Branches of one union that are looked at."""
 _LITERAL = ("default", "const", "enum", "example", "examples")
+_BAD_TARGETS = (TypeError, ValueError, AttributeError, KeyError, IndexError, RecursionError)
+"""What `referencing` raises on schemas that are none: numbers for maps, maps for names."""
 _MAPS = ("properties", "$defs", "definitions", "patternProperties")
 
 
@@ -38,10 +44,11 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _Resolver:
-    """Follows local `$ref`s, each once, and merges the branches of anyOf/oneOf/allOf; time linear in the schema."""
+    """Follows `$ref`s within the schema (pointers, anchors, ids), each once, merges unions; linear in the schema."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
+        self._document: Any = None  # a resolver, made for the first reference
         self._known: dict[str, Mapping[str, Any]] = {}
 
     def resolve(self, schema: Any, depth: int = 0) -> Mapping[str, Any]:
@@ -49,7 +56,7 @@ class _Resolver:
         if not isinstance(schema, Mapping) or depth > MAX_BRANCHES:
             return {}
         reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
+        if isinstance(reference, str):
             own = {key: value for key, value in schema.items() if key != "$ref"}
             return self.resolve({**self._referred(reference, depth), **own}, depth + 1)
         for union in ("anyOf", "oneOf", "allOf"):
@@ -61,15 +68,13 @@ class _Resolver:
     def _referred(self, reference: str, depth: int) -> Mapping[str, Any]:
         if reference not in self._known:
             self._known[reference] = {}  # what refers to itself finds nothing there
-            self._known[reference] = self.resolve(_follow(reference, self._root), depth + 1)
+            try:
+                if self._document is None:
+                    self._document = Registry().with_resource("", DRAFT202012.create_resource(self._root)).resolver()
+                self._known[reference] = self.resolve(self._document.lookup(reference).contents, depth + 1)
+            except (Unresolvable, *_BAD_TARGETS):
+                pass  # what points nowhere, or outside the schema, allows everything
         return self._known[reference]
-
-
-def _follow(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Any = root
-    for part in reference[2:].split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
 
 
 def _merged(schema: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

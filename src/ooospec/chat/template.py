@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jinja2
 
-from ooospec.chat.formats.registry import detect_format
+from ooospec.chat.formats.registry import NO_SIGN, CallFormat, detect_format
 from ooospec.chat.schema import openai_tools, prose_tools, read_tools
 from ooospec.core import Tool
 from ooospec.errors import UsageError
@@ -108,11 +108,21 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     except (jinja2.TemplateError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"The target's chat template does not take these messages: {error}") from error
     # only those who write the prompt's instructions choose the format, never the words of a dialogue
-    asking = {"template": str(tokenizer.chat_template or ""), "prose": str(checked[0].get("content") or "")}
-    named = call_format or detect_format(asking.get(kind, ""))[0].name
+    if call_format is None:
+        asked = {"prose": str(checked[0].get("content") or "")}.get(kind, "")
+        call_format = (template_format(tokenizer) if kind == "template" else detect_format(asked))[0].name
     thinking = str(prompt).rstrip().endswith("<think>")
     reasons = "<think>" in str(tokenizer.chat_template or "") and not str(prompt).rstrip().endswith("</think>")
-    return Conversation(str(prompt), known, said, kind, named, thinking, reasons)
+    return Conversation(str(prompt), known, said, kind, call_format, thinking, reasons)
+
+
+def template_format(tokenizer: ChatTokenizer) -> tuple[CallFormat, str]:
+    """Return the format that a target's template asks for, or else the one its vocabulary has tokens for; and why."""
+    found, why = detect_format(str(tokenizer.chat_template or ""))
+    if why != NO_SIGN:
+        return found, f"of its chat template: {why}"
+    found, why = detect_format("\n".join(getattr(tokenizer, "get_added_vocab", dict)()))
+    return found, f"of its chat template and vocabulary: {why}" if why == NO_SIGN else f"of its vocabulary: {why}"
 
 
 def _plain_message(message: Message) -> Message:

@@ -9,6 +9,8 @@ from importlib.metadata import version
 import torch
 from rich.console import Console
 
+from ooospec.chat.formats.registry import format_named
+from ooospec.chat.template import template_format
 from ooospec.config import cache_dir
 from ooospec.models.catalogue import catalogue
 from ooospec.models.resolver import converted_folder
@@ -17,6 +19,17 @@ from ooospec.runtime import Decoder
 from ooospec.target.cost import CostCurve
 
 BAR_WIDTH = 40
+
+
+def _calls(decoder: Decoder) -> str:
+    """Say in which format calls are expected, and why."""
+    tokenizer = decoder.loaded.tokenizer
+    if decoder.call_format is not None:
+        return f"{decoder.call_format} ({format_named(decoder.call_format).about}), as asked for"
+    if "tools" not in str(tokenizer.chat_template or ""):
+        return "json (one JSON object): its chat template knows no tools, they are listed in a system message"
+    found, why = template_format(tokenizer)
+    return f"{found.name} ({found.about}), because {why}"
 
 
 def run_doctor(console: Console, load: Callable[[], Decoder], fresh: bool) -> None:
@@ -34,6 +47,7 @@ def run_doctor(console: Console, load: Callable[[], Decoder], fresh: bool) -> No
         (cache_dir() / "cost_curves.json").unlink(missing_ok=True)
     with load() as decoder:
         console.print(f"target     {decoder.loaded.name}, {decoder.loaded.dtype}, {decoder.loaded.device}")
+        console.print(f"calls      {_calls(decoder)}", highlight=False, markup=False)
         curve = decoder.cost
     assert isinstance(curve, CostCurve)
     console.print("\nverify cost (384 cached tokens, median of 3; never less than for fewer tokens)")

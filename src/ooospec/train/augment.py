@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ooospec.train.records import Example
+from ooospec.train.records import Example, made_call
 
 _PROSE = """You help the user in a dialogue and can use the following tools:
 {tools}
@@ -30,7 +30,7 @@ class Variation:
     """Tools kept at most; the ones that are called always stay."""
     distractors: int = 1
     """At most so many tools of other requests are added."""
-    prose: float = 0.25
+    prose: float = 0.35
     """Share of requests whose tools are listed as prose in the system prompt, as API-Bank does."""
     midway: float = 0.6
     """Share of requests with several calls in which the first of them have been made already."""
@@ -63,13 +63,8 @@ def after_calls(example: Example, count: int) -> Example:
     """Move the first `count` calls into the dialogue, each with a result; the others are still to be made."""
     messages = list(example.messages)
     for number, call in enumerate(example.calls[:count]):
-        made = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        messages.append(
-            {"role": "assistant", "content": None,
-             "tool_calls": [{"id": f"call_{number}", "type": "function", "function": made}]}
-        )  # fmt: skip
-        result = json.dumps({"api_name": call.name, "input": call.arguments, "output": "done", "exception": None})
-        messages.append({"role": "tool", "tool_call_id": f"call_{number}", "content": result})
+        result = {"api_name": call.name, "input": call.arguments, "output": "done", "exception": None}
+        messages += made_call(f"call_{number}", call.name, call.arguments, result)
     return msgspec.structs.replace(example, messages=tuple(messages), calls=example.calls[count:])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,16 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     arguments: dict[str, Any]
+
+
+def made_call(call_id: str, name: str, arguments: Mapping[str, Any], result: Any) -> list[dict[str, Any]]:
+    """Return the two messages of a call that has been made: the assistant's and the tool's."""
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return [
+        {"role": "assistant", "content": None,
+         "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call_id, "content": json.dumps(result, ensure_ascii=False)},
+    ]  # fmt: skip
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ooospec.chat.schema import normalize_schema
 from ooospec.errors import ToolsError, UsageError
-from ooospec.train.records import Call, Example, fault
+from ooospec.train.records import Call, Example, fault, made_call
 
 Row = tuple[str, Any]
 """A row of a file with a name for it."""
@@ -46,7 +46,7 @@ def _sgd_rows(folder: Path) -> Iterator[Row]:
 
 
 def _sgd(name: str, row: Any) -> Iterator[Example]:
-    """Every service call, after the turns before it."""
+    """Every service call, after the turns, calls and results before it."""
     dialogue, services = row
     tools = tuple(tool for service in services for tool in _sgd_tools(service))
     history: list[dict[str, Any]] = []
@@ -59,6 +59,7 @@ def _sgd(name: str, row: Any) -> Iterator[Example]:
                     id=f"{name}-{number}", source="sgd", group=frame["service"], messages=tuple(history), tools=tools,
                     calls=(Call(call["method"], given),),
                 )  # fmt: skip
+                history += made_call(f"call_{number}", call["method"], given, frame.get("service_results", [])[:1])
         history.append(_message("user" if turn["speaker"] == "USER" else "assistant", turn["utterance"]))
 
 

@@ -52,13 +52,16 @@ def format_named(name: str) -> CallFormat:
     return FORMATS[name]
 
 
+NO_SIGN = "nothing tells another one"
+
+
 def detect_format(instructions: str) -> tuple[CallFormat, str]:
     """Return the format that a chat template, or a system prompt with tools in prose, asks for; and why."""
     for call_format in reversed(FORMATS.values()):
         for signs in call_format.signs:
             if all(sign in instructions for sign in signs):
                 return call_format, f"it holds {' and '.join(map(repr, signs))}"
-    return FORMATS["json"], "nothing tells another one"
+    return FORMATS["json"], NO_SIGN
 
 
 def _objects(tools: Sequence[Tool]) -> Scanner:
