@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch suffices for development; TORCH= keeps one that is installed already or another build.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test structural fuzz check format clean
+.PHONY: demo test structural fuzz load check format clean
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ test: $(VENV)/.installed
 
 structural: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python tests/structural.py $(DATA) docs/results/*/rows.jsonl.gz
+
+load: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python tests/load.py $(COUNT)
 
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python tests/test_fuzz.py $(COUNT)

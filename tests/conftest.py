@@ -121,3 +121,26 @@ def tools() -> list[dict]:
 
 
 LETTERS = string.ascii_letters
+
+
+@pytest.fixture
+def scripted_decoder():
+    """A decoder whose target writes what the prompt's last key word says."""
+    from ooospec.runtime import Decoder
+    from served import ByPrompt
+
+    loaded = load_tiny("llama")
+    with Decoder(loaded, None, budget="fixed", prefix_cache_bytes=0) as made:
+        made.target = ByPrompt(loaded.codec)
+        yield made
+
+
+@pytest.fixture
+def client(scripted_decoder):
+    """The server around it, without a network."""
+    from fastapi.testclient import TestClient
+
+    from ooospec.server.app import ServerSettings, create_app
+
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny", "alias")))) as made:
+        yield made

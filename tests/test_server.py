@@ -1,111 +1,19 @@
 """The server with a scripted target: OpenAI's shapes, streaming as made, errors, queue, aborts, metrics."""
 
-import asyncio
 import json
 import socket
-import threading
-import time
 
-import httpx
-import openai
 import pytest
-import uvicorn
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from conftest import load_tiny
 from ooospec.cli import app
 from ooospec.errors import UsageError
 from ooospec.runtime import Decoder
 from ooospec.server.app import ServerSettings, create_app
-from ooospec.server.command import merged
+from ooospec.server.flags import merged
 from ooospec.target.model import TargetModel
-from scripted import ScriptedTarget
-
-SCHEMA = {
-    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"],
-}  # fmt: skip
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}}
-CALL = '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}'
-SCRIPTS = {
-    "weather": CALL,
-    "two": f"{CALL}\n" + CALL.replace("Oslo", "São José 😀"),
-    "hello": "Hello there, how are you?",
-    "words": f"Let me look.\n{CALL}",
-    "long": "word " * 400,
-    "result: sunny": "It is sunny in Oslo.",
-}
-
-
-class ByPrompt(ScriptedTarget):
-    """Writes the script whose key the prompt holds last."""
-
-    def __init__(self, codec):
-        super().__init__([], codec.vocab_size)
-        self.codec, self.prefix_cache, self.begun, self.delay_s, self.fail_at = codec, None, [], 0.0, None
-        self.verified = 0
-
-    def begin(self, prompt_ids, salt=""):
-        text = self.codec.decode(list(prompt_ids))
-        key = max((k for k in SCRIPTS if k in text), key=text.rfind, default="hello")
-        self.script = [*self.codec.encode(SCRIPTS[key]), self.codec.eos_id]
-        self.begun.append((key, salt))
-        self.verified = 0
-        return super().begin(prompt_ids, salt)
-
-    def verify(self, tree, lead=(), all_rows=False):
-        time.sleep(self.delay_s)
-        self.verified += 1
-        if self.fail_at == self.verified:
-            raise RuntimeError("broken")
-        return super().verify(tree, lead, all_rows)
-
-
-@pytest.fixture
-def decoder():
-    loaded = load_tiny("llama")
-    with Decoder(loaded, None, budget="fixed", prefix_cache_bytes=0) as made:
-        made.target = ByPrompt(loaded.codec)
-        yield made
-
-
-@pytest.fixture
-def client(decoder):
-    with TestClient(create_app(decoder, ServerSettings(("tiny", "alias")))) as made:
-        yield made
-
-
-def body(content="weather", **more):
-    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-    return {"model": "tiny", "messages": messages, "tools": [WEATHER], **more}
-
-
-def chat(client, content="weather", **more):
-    response = client.post("/v1/chat/completions", json=body(content, **more))
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def chunks(client, content="weather", **more):
-    with client.stream("POST", "/v1/chat/completions", json=body(content, stream=True, **more)) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def joined(streamed):
-    content, calls, reason = "", {}, None
-    for chunk in streamed:
-        for choice in chunk.get("choices", []):
-            delta = choice["delta"]
-            content += delta.get("content") or ""
-            for call in delta.get("tool_calls", []):
-                known = calls.setdefault(call["index"], {"id": call.get("id"), "name": "", "arguments": ""})
-                known["name"] += call["function"].get("name", "")
-                known["arguments"] += call["function"].get("arguments", "")
-            reason = choice["finish_reason"] or reason
-    return content, calls, reason
-
+from served import CALL, SCRIPTS, WEATHER, body, chat, chunks, joined
 
 # ---------------------------------------------------------------- answers
 
@@ -178,7 +86,7 @@ def test_limits_stops_and_choices(client):
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in many["choices"]}) == 3
 
 
-def test_tool_choice_none_and_single_calls(client, decoder):
+def test_tool_choice_none_and_single_calls(client, scripted_decoder):
     plain = chat(client, tool_choice="none")
     assert plain["choices"][0]["message"]["content"] == CALL and "tool_calls" not in plain["choices"][0]["message"]
     assert plain["metrics"]["speculative_decoding"]["accepted_by_source"].get("schema") is None
@@ -192,7 +100,7 @@ def test_tool_results_in_a_second_turn(client):
     call = chat(client)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "result: sunny"}
     again = chat(client, [{"role": "user", "content": "weather"}, call, result])
-    assert again["choices"][0]["message"]["content"] == "It is sunny in Oslo."
+    assert again["choices"][0]["message"]["content"] == SCRIPTS["sunny"]
 
 
 def test_predictions_are_drafts_and_are_counted(client):
@@ -274,8 +182,8 @@ def test_completions(client):
         ({"messages": [{"role": "user", "content": "long " * 3000}]}, 400, "messages", "this target takes"),
     ],
 )  # fmt: skip
-def test_wrong_requests(client, decoder, change, status, param, words):
-    decoder.target.context_length = 2000
+def test_wrong_requests(client, scripted_decoder, change, status, param, words):
+    scripted_decoder.target.context_length = 2000
     sent = {key: value for key, value in {**body(), **change}.items() if value is not None}
     for stream in (False, True):
         response = client.post("/v1/chat/completions", json={**sent, "stream": stream})
@@ -287,14 +195,14 @@ def test_wrong_requests(client, decoder, change, status, param, words):
     assert chat(client)["choices"][0]["finish_reason"] == "tool_calls"  # the next request works
 
 
-def test_the_code_for_a_prompt_that_is_too_long(client, decoder):
-    decoder.target.context_length = 100
+def test_the_code_for_a_prompt_that_is_too_long(client, scripted_decoder):
+    scripted_decoder.target.context_length = 100
     error = client.post("/v1/chat/completions", json=body("long " * 300)).json()["error"]
     assert error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
 
 
-def test_bodies_that_are_no_json_or_too_large(decoder):
-    with TestClient(create_app(decoder, ServerSettings(("tiny",), max_body_bytes=4000))) as client:
+def test_bodies_that_are_no_json_or_too_large(scripted_decoder):
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny",), max_body_bytes=4000))) as client:
         for raw in (b"{", b"", b"[1", b"\xff\xfe", b"nul", b'{"model": "tiny", "messages": '):
             response = client.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
             assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
@@ -312,7 +220,7 @@ def test_half_characters_and_deep_arguments(client):
     call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": "[" * 100_000}}
     history = [{"role": "user", "content": "weather"}, {"role": "assistant", "content": None, "tool_calls": [call]},
                {"role": "tool", "tool_call_id": "c", "content": "result: sunny"}]  # fmt: skip
-    assert chat(client, history)["choices"][0]["message"]["content"] == "It is sunny in Oslo."
+    assert chat(client, history)["choices"][0]["message"]["content"] == SCRIPTS["sunny"]
     assert client.get("/ui/recent").status_code == 200
 
 
@@ -338,8 +246,8 @@ def test_deep_schemas_are_refused(client):
     assert response.status_code == 400 and "nested deeper" in response.json()["error"]["message"]
 
 
-def test_api_keys(decoder):
-    with TestClient(create_app(decoder, ServerSettings(("tiny",), api_keys=("secret",)))) as client:
+def test_api_keys(scripted_decoder):
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny",), api_keys=("secret",)))) as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = client.post("/v1/chat/completions", json=body(), headers=headers)
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
@@ -347,22 +255,22 @@ def test_api_keys(decoder):
         assert client.get("/v1/models").status_code == 401 and client.get("/health").status_code == 200
 
 
-def test_a_fault_in_mid_stream_is_an_event_and_the_next_request_works(client, decoder):
-    decoder.target.fail_at = 3
+def test_a_fault_in_mid_stream_is_an_event_and_the_next_request_works(client, scripted_decoder):
+    scripted_decoder.target.fail_at = 3
     with client.stream("POST", "/v1/chat/completions", json=body("long", stream=True)) as response:
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     error = json.loads(lines[-2].removeprefix("data: "))["error"]
     assert error["type"] == "server_error" and "broken" not in error["message"]
     assert client.post("/v1/chat/completions", json=body("long")).status_code == 500
-    decoder.target.fail_at = None
+    scripted_decoder.target.fail_at = None
     assert chat(client)
     assert "ooospec:requests_failed_total 2.0" in client.get("/metrics").text
 
 
-def test_time_limit(decoder):
-    decoder.target.delay_s = 0.05
-    with TestClient(create_app(decoder, ServerSettings(("tiny",), time_limit_s=0.3))) as client:
+def test_time_limit(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.05
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny",), time_limit_s=0.3))) as client:
         response = client.post("/v1/chat/completions", json=body("long", speculative=False))
         assert response.status_code == 408 and "longer than 0.3 s" in response.json()["error"]["message"]
 
@@ -370,47 +278,13 @@ def test_time_limit(decoder):
 # ---------------------------------------------------------------- queue, memory, metrics, pages
 
 
-def test_memory_and_prefix_are_kept_apart_by_key_and_salt(client, decoder):
+def test_memory_and_prefix_are_kept_apart_by_key_and_salt(client, scripted_decoder):
     client.post("/v1/chat/completions", json=body(), headers={"authorization": "Bearer a"})
     client.post("/v1/chat/completions", json=body(), headers={"authorization": "Bearer b"})
     client.post("/v1/chat/completions", json=body(cache_salt="s"), headers={"authorization": "Bearer a"})
-    assert len({salt for _, salt in decoder.target.begun}) == 3
+    assert len({salt for _, salt in scripted_decoder.target.begun}) == 3
     worker = client.app.state.ooospec.worker
     assert len(worker._memories) == 3
-
-
-def test_the_time_limit_counts_the_queue(decoder):
-    decoder.target.delay_s = 0.02
-    with Served(decoder, time_limit_s=1.0) as served:
-        sent = body("long", speculative=False)
-        first = threading.Thread(target=lambda: httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60))
-        first.start()
-        time.sleep(0.1)
-        start = time.monotonic()
-        second = httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60)
-        first.join()
-        assert second.status_code == 408 and time.monotonic() - start < 5
-
-
-def test_clients_that_left_the_queue_do_not_fill_it(decoder):
-    decoder.target.delay_s = 0.02
-    with Served(decoder, max_queue=2) as served:
-
-        def post(timeout, content="long"):
-            sent = body(content, speculative=False)
-            try:
-                return httpx.post(f"{served.url}/chat/completions", json=sent, timeout=timeout).status_code
-            except httpx.ReadTimeout:
-                return None
-
-        threads = [threading.Thread(target=post, args=(seconds,)) for seconds in (3.0, 0.4, 0.4)]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.1)
-        time.sleep(0.8)
-        assert post(30, "hello") == 200
-        for thread in threads:
-            thread.join()
 
 
 def test_metrics_add_up(client):
@@ -442,113 +316,6 @@ def test_small_routes(client):
     (run,) = client.get("/ui/recent").json()
     assert run["question"] == "weather" and run["rounds"] and "key" not in run
     assert client.get("/ui/recent", headers={"authorization": "Bearer other"}).json() == []
-
-
-# ---------------------------------------------------------------- over the wire, with OpenAI's own client
-
-
-class Served:
-    """The app under uvicorn on a free loopback port."""
-
-    def __init__(self, decoder, **settings):
-        config = uvicorn.Config(create_app(decoder, ServerSettings(("tiny",), **settings)), port=0, log_level="error")
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run)
-
-    def __enter__(self):
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/v1"
-        return self
-
-    def __exit__(self, *_):
-        self.server.should_exit = True
-        self.thread.join(20)
-
-
-def test_openais_client(decoder):
-    with Served(decoder) as served:
-        client = openai.OpenAI(base_url=served.url, api_key="x", max_retries=0)
-        answer = client.chat.completions.create(**body())
-        assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
-        with client.chat.completions.stream(**body("two")) as stream:
-            for _ in stream:
-                pass
-            calls = stream.get_final_completion().choices[0].message.tool_calls
-        assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Oslo", "São José 😀"]
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            client.chat.completions.create(**body(temperature=-3))
-        with pytest.raises(openai.NotFoundError):
-            client.chat.completions.create(**{**body(), "model": "x"})
-        assert [model.id for model in client.models.list()] == ["tiny"]
-
-        async def both():
-            async with openai.AsyncOpenAI(base_url=served.url, api_key="x", max_retries=0) as async_client:
-                asked = [async_client.chat.completions.create(**body(c)) for c in ("weather", "hello", "two")]
-                return await asyncio.gather(*asked)
-
-        one, two, three = asyncio.run(both())
-        assert one.choices[0].message.tool_calls and two.choices[0].message.content == SCRIPTS["hello"]
-        assert len(three.choices[0].message.tool_calls) == 2
-
-
-def test_a_client_that_goes_away_ends_the_work(decoder):
-    decoder.target.delay_s = 0.02
-    with Served(decoder) as served:
-        sent = body("long", speculative=False)
-        with httpx.stream("POST", f"{served.url}/chat/completions", json={**sent, "stream": True}) as response:
-            next(response.iter_lines())
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/chat/completions", json=sent, timeout=0.3)
-        start = time.monotonic()
-        answer = httpx.post(f"{served.url}/chat/completions", json=body(), timeout=30)
-        assert answer.status_code == 200 and time.monotonic() - start < 3
-        text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
-        assert "ooospec:requests_aborted_total 2.0" in text
-
-
-def test_a_full_queue_says_when_to_come_back_and_keys_take_turns(decoder):
-    decoder.target.delay_s = 0.01
-    with Served(decoder, max_queue=2) as served:
-
-        def post(key):
-            sent = body("hello", speculative=False)
-            return httpx.post(f"{served.url}/chat/completions", json=sent, headers={"authorization": key}, timeout=60)
-
-        threads, answers = [], []
-        for key in ("a", "a", "a", "b", "a", "a"):
-            threads.append(threading.Thread(target=lambda k=key: answers.append((k, post(k)))))
-            threads[-1].start()
-            time.sleep(0.05)
-        for thread in threads:
-            thread.join()
-        refused = [answer for _, answer in answers if answer.status_code == 429]
-        assert refused and all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-        assert all(answer.json()["error"]["code"] == "queue_full" for answer in refused)
-        assert all(answer.status_code in (200, 429) for _, answer in answers)
-
-
-def test_the_next_key_is_served_before_the_same_one_again(decoder):
-    decoder.target.delay_s = 0.01
-    with Served(decoder) as served:
-
-        def post(key):
-            sent = body("hello", speculative=False, tools=None)
-            httpx.post(
-                f"{served.url}/chat/completions", json=sent, headers={"authorization": f"Bearer {key}"}, timeout=60
-            )
-
-        threads = []
-        for key in ("a", "a", "a", "b"):
-            threads.append(threading.Thread(target=post, args=(key,)))
-            threads[-1].start()
-            time.sleep(0.03)
-        for thread in threads:
-            thread.join()
-    order = [salt.split()[1] for _, salt in decoder.target.begun]
-    assert order[0] == "a" and order.index("b") <= 2
 
 
 def test_a_real_tiny_model_behind_the_server(tiny_llama):

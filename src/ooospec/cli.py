@@ -12,42 +12,26 @@ from rich.console import Console
 from rich.table import Table
 
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
-from ooospec.console import clean_errors, progress_bars
+from ooospec.console import (
+    Adapter,
+    Device,
+    Dtype,
+    PlacementName,
+    Sidecar,
+    Target,
+    clean_errors,
+    open_decoder,
+    progress_bars,
+)
 from ooospec.errors import ToolsError, UsageError
+from ooospec.server.commands import serve
 from ooospec.train.commands import add_commands
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Faster tool calls, with exactly the same output.")
 models_app = typer.Typer(no_args_is_help=True, help="Embedded models and where they are.")
 app.add_typer(models_app, name="models")
 
-Target = Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")]
-Sidecar = Annotated[
-    str, typer.Option(help="Sidecar: a model as for --target, `none`, or tcp://host:port of a running one.")
-]
-Adapter = Annotated[
-    str, typer.Option(help="Trained adapter for the sidecar: auto = the one that ships for it, none, or a folder.")
-]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
 Prefix = Annotated[str, typer.Option(help="warm: tools and system prompt are in the KV cache; cold: nothing is.")]
-PlacementName = Annotated[str, typer.Option(help="shared: all cores for everything; split: half of them each.")]
-
-
-def _placement(name: str) -> Any:
-    from ooospec.placement import Placement
-
-    makers = {"shared": Placement.shared, "split": Placement.split}
-    if name not in makers:
-        raise UsageError(f"Unknown placement {name!r}; choose one of {', '.join(makers)}.")
-    return makers[name]()
-
-
-def _decoder(target: str, sidecar: str, **options: Any) -> Any:
-    from ooospec.runtime import Decoder
-
-    options["placement"] = _placement(options.pop("placement", "shared"))
-    with progress_bars() as progress:
-        return Decoder(target, None if sidecar == "none" else sidecar, progress=progress, **options)
 
 
 def _one_line(value: Any) -> str:
@@ -105,7 +89,9 @@ def generate(
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": text} for text in message]
     needs_sidecar = sidecar if method == "ooo" else "none"
-    with _decoder(target, needs_sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
+    with open_decoder(
+        target, needs_sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement
+    ) as decoder:
         result = decoder.generate(
             messages,
             listed,
@@ -150,7 +136,7 @@ def demo(
         raise UsageError(f"No folder {str(html.absolute().parent)!r} for --html; create it first.")
     if data is not None and limit:
         load_benchmark("bfcl", data)  # told before models are loaded
-    with _decoder(target, sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
+    with open_decoder(target, sidecar, adapter=adapter, dtype=dtype, device=device, placement=placement) as decoder:
         if run_demo(Console(), decoder, data, limit, html, prefix):
             raise typer.Exit(1)
 
@@ -180,7 +166,7 @@ def verify(
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": placement}
     ok = run_verify(
-        lambda: _decoder(target, sidecar if "ooo" in chosen else "none", **options),
+        lambda: open_decoder(target, sidecar if "ooo" in chosen else "none", **options),
         VerifySettings(benchmark, data, limit, seed, tuple(chosen), max_new_tokens, prefix),
         as_json,
     )
@@ -241,7 +227,7 @@ def bench(
         wanted = any(METHODS[name].hints for name in settings.methods)
         options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": place}
         options["budget"] = "measured" if "measured" in settings.budget else "fixed"
-        return _decoder(target, sidecar if wanted else "none", draft=draft, draft_optional=every, **options)
+        return open_decoder(target, sidecar if wanted else "none", draft=draft, draft_optional=every, **options)
 
     folder = run_bench(load, settings, out, skip_missing=every)
     sys.stdout.write(f"{folder / 'rows.jsonl'}\nNow: ooospec report {folder}\n")
@@ -280,76 +266,7 @@ def doctor(
     """Show versions, device, models and the target's measured verify cost."""
     from ooospec.demo.doctor import run_doctor
 
-    run_doctor(Console(), lambda: _decoder(target, "none", dtype=dtype, device=device), fresh)
-
-
-@app.command()
-@clean_errors
-def serve(
-    context: typer.Context,
-    model: Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")] = (
-        DEFAULT_TARGET
-    ),
-    sidecar: Sidecar = DEFAULT_SIDECAR,
-    adapter: Adapter = "auto",
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name that requests use; may be given several times.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = all networks.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Key that requests must send; also OOOSPEC_API_KEY. Default: none.")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=8, help="Longest prompt and answer together.")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Jinja file, or template text, instead of the model's.")
-    ] = None,
-    tool_call_parser: Annotated[str | None, typer.Option(help="Call format; default: read off the template.")] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="Accepted for vLLM's sake: <think> blocks are always told apart.")
-    ] = None,
-    enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="Accepted for vLLM's sake: it is always on.")
-    ] = True,
-    speculative_config: Annotated[
-        str | None, typer.Option(help='JSON: {"method": "ooo", "num_speculative_tokens": 63}.')
-    ] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
-    request_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds a request may take, waiting included.")
-    ] = 600.0,
-    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body.")] = 4 << 20,
-    ui: Annotated[bool, typer.Option(help="Serve the inspector at /ui.")] = True,
-    dtype: Dtype = "bfloat16",
-    device: Device = None,
-    placement: PlacementName = "shared",
-    config: Annotated[Path | None, typer.Option(help="YAML file with the same names as these flags.")] = None,
-) -> None:
-    """Serve an OpenAI-compatible API (chat completions with tools, streaming, metrics, an inspector at /ui)."""
-    from ooospec.server import command
-
-    command.check_installed()
-    flags = {name: value for name, value in context.params.items() if name != "config"}
-    values = command.merged(flags, lambda name: "COMMANDLINE" in str(context.get_parameter_source(name)), config)
-    speculation = command.speculative_options(values["speculative_config"])
-    call_format = command.parser_format(values["tool_call_parser"])
-    settings = command.read_settings(values)
-    template = command.read_template(settings.chat_template)
-    options = {name: values[name] for name in ("adapter", "dtype", "device", "placement")}
-    if speculation.get("num_speculative_tokens"):
-        options["max_nodes"] = speculation["num_speculative_tokens"] + 1
-    method = speculation.get("method", "ooo")
-    beside = values["sidecar"] if method == "ooo" else "none"
-    with (
-        command.listen(settings.host, settings.port) as listening,
-        _decoder(settings.model, beside, call_format=call_format, **options) as decoder,
-    ):
-        decoder.default_method = method
-        if template is not None:
-            decoder.loaded.tokenizer.chat_template = template
-        if settings.max_model_len is not None:
-            decoder.target.limit_context(settings.max_model_len)
-        command.run_server(decoder, settings, listening)
+    run_doctor(Console(), lambda: open_decoder(target, "none", dtype=dtype, device=device), fresh)
 
 
 @app.command()
@@ -429,6 +346,7 @@ def models_path(name: Annotated[str, typer.Argument(help="Name of a model.")]) -
     models_pull([name])
 
 
+app.command("serve")(serve)
 add_commands(app)
 
 

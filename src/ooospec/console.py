@@ -8,15 +8,30 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ooospec.errors import OooSpecError
+from ooospec.errors import OooSpecError, UsageError
+
+if TYPE_CHECKING:
+    from ooospec.placement import Placement
+    from ooospec.runtime import Decoder
 
 P = ParamSpec("P")
+
+Target = Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")]
+Sidecar = Annotated[
+    str, typer.Option(help="Sidecar: a model as for --target, `none`, or tcp://host:port of a running one.")
+]
+Adapter = Annotated[
+    str, typer.Option(help="Trained adapter for the sidecar: auto = the one that ships for it, none, or a folder.")
+]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
+PlacementName = Annotated[str, typer.Option(help="shared: all cores for everything; split: half of them each.")]
 
 SOURCE_COLOURS = {
     "hint": "green3", "schema": "deep_sky_blue1", "retrieval": "medium_purple1", "recycling": "orange3",
@@ -91,3 +106,22 @@ def clean_errors(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(130) from None
 
     return run
+
+
+def read_placement(name: str) -> Placement:
+    """Return the placement of that name. Raises UsageError."""
+    from ooospec.placement import Placement
+
+    makers = {"shared": Placement.shared, "split": Placement.split}
+    if name not in makers:
+        raise UsageError(f"Unknown placement {name!r}; choose one of {', '.join(makers)}.")
+    return makers[name]()
+
+
+def open_decoder(target: str, sidecar: str, **options: Any) -> Decoder:
+    """Load the models with progress bars; `sidecar` none = without one. Raises OooSpecError."""
+    from ooospec.runtime import Decoder
+
+    options["placement"] = read_placement(options.pop("placement", "shared"))
+    with progress_bars() as progress:
+        return Decoder(target, None if sidecar == "none" else sidecar, progress=progress, **options)

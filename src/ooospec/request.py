@@ -92,7 +92,7 @@ class Request:
         self.commits: list[Commit] = []
         self.mailbox: Mailbox | None = None
         self.deadline = math.inf
-        """`time.monotonic()` after which the request is stopped."""
+        """`time.perf_counter()` after which the request is stopped."""
         self._stopped = False
         self.ready_round: int | None = None
         self.cached_tokens = 0
@@ -129,7 +129,7 @@ class Request:
 
     def check(self) -> None:
         """Raise RequestStopped if the request was asked to end or its time is over."""
-        if self._stopped or time.monotonic() > self.deadline:
+        if self._stopped or time.perf_counter() > self.deadline:
             raise RequestStopped("The request was stopped.")
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from ooospec.server.answers import ChatAnswer, TextAnswer
 from ooospec.server.bodies import Body, ChatBody, CompletionBody
 from ooospec.server.errors import ApiError, as_api_error
 from ooospec.server.metrics import Metrics
+from ooospec.server.tracing import Tracing
 from ooospec.server.worker import AllDone, Failed, Item, Job, Worker
 
 logger = logging.getLogger("ooospec.server")
@@ -45,6 +46,7 @@ class ServerSettings:
     time_limit_s: float = 600.0
     max_body_bytes: int = 4 << 20
     inspector: bool = True
+    otlp_traces_endpoint: str | None = None
 
 
 @dataclass
@@ -55,20 +57,31 @@ class _State:
     settings: ServerSettings
     metrics: Metrics
     worker: Worker
+    tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_FOR_INSPECTOR))
 
 
-def create_app(decoder: Decoder, settings: ServerSettings) -> FastAPI:
-    """Build the application around a loaded decoder; the worker starts and ends with it."""
+def create_app(decoder: Decoder, settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
+    """Build the application around a loaded decoder; the worker starts and ends with it. Raises UsageError."""
     metrics = Metrics()
-    state = _State(decoder, settings, metrics, Worker(decoder, settings.max_queue, metrics.observe))
+    if settings.otlp_traces_endpoint:
+        tracing = Tracing.to(settings.otlp_traces_endpoint, settings.names[0])
+
+    def observe(kind: str, value: Any) -> None:
+        metrics.observe(kind, value)
+        if tracing is not None:
+            tracing.observe(kind, value)
+
+    state = _State(decoder, settings, metrics, Worker(decoder, settings.max_queue, observe), tracing)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.worker.start()
         yield
         await asyncio.to_thread(state.worker.drain, settings.time_limit_s)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="OoO-Spec", version=version("ooo-spec"), lifespan=lifespan,
@@ -275,10 +288,11 @@ def _job(
         chosen["seed"] = (seed + choice % body.n) % 2**62
         if "max_new_tokens" not in chosen:
             chosen["max_new_tokens"] = decoder.target.context_length
-        return decoder.request(which, tools, salt=salt, memory=memory, prediction=prediction, clock=job.clock, **chosen)
+        return decoder.request(which, tools, salt=salt, memory=memory, prediction=prediction, clock=arrived, **chosen)
 
-    job = Job(make, choices, key, salt, asyncio.get_running_loop(), state.settings.time_limit_s)
-    return job
+    loop, limit, arrived = asyncio.get_running_loop(), state.settings.time_limit_s, time.perf_counter()
+    trace = dict(request.headers) if state.tracing else {}
+    return Job(make, choices, key, salt, loop, limit, arrived=arrived, trace=trace)
 
 
 # ---------------------------------------------------------------- answers
@@ -314,7 +328,7 @@ async def _next_item(request: Request, job: Job) -> Item | None:
             done, _ = await asyncio.wait({waiting}, timeout=0.1)
             if done:
                 return waiting.result()
-            if time.monotonic() > job.arrived + job.time_limit_s + 1.0:  # it waits in the queue, or the worker is stuck
+            if time.perf_counter() > job.arrived + job.time_limit_s + 1.0:
                 job.abort()
                 return Failed(job.too_late())
         job.abort()

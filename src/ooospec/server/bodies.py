@@ -54,7 +54,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def whole_characters(cls, value: Any) -> Any:
-        """Refuse half surrogate pairs: no answer could repeat them."""
+        """Refuse what is no JSON object, and half surrogate pairs: no answer could repeat them."""
+        if isinstance(value, bytes):
+            raise ValueError("the body must be sent as JSON, with the header Content-Type: application/json")
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:

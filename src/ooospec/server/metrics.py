@@ -63,7 +63,7 @@ class Metrics:
     def observe(self, kind: str, value: Any) -> None:
         """Take a report of the worker."""
         if kind == "result":
-            self._result(value)
+            self._result(value[1])
         elif kind == "waiting":
             self.waiting.set(value)
         else:

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +80,11 @@ class Job:
     time_limit_s: float
     out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    arrived: float = field(default_factory=time.monotonic)
-    clock: float = field(default_factory=time.perf_counter)
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    """When its turn came."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Headers that may continue a client's trace."""
     aborted: bool = False
     first: Request | None = None
 
@@ -174,7 +177,7 @@ class Worker(threading.Thread):
             return job
 
     def _serve(self, job: Job) -> None:
-        start = time.monotonic()
+        start = job.started = time.perf_counter()
         try:
             for choice in range(job.choices):
                 if job.aborted:
@@ -191,7 +194,7 @@ class Worker(threading.Thread):
                 job.first.close()
             if job.aborted:
                 self._observe("aborted", 1)
-            self._mean_s += 0.2 * (time.monotonic() - start - self._mean_s)
+            self._mean_s += 0.2 * (time.perf_counter() - start - self._mean_s)
 
     def _fail(self, job: Job, error: Exception) -> None:
         if not isinstance(error, OooSpecError | ApiError):
@@ -216,7 +219,7 @@ class Worker(threading.Thread):
             rounds.close()
         result = request.result()
         text, events = pipe.close()
-        self._observe("result", result)
+        self._observe("result", (job, result))
         job.send(ChoiceDone(choice, events, result, pipe.finish_reason(result), text))
 
     def _build(self, job: Job, choice: int) -> Request:

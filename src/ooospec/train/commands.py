@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ooospec.config import DEFAULT_SIDECAR, DEFAULT_TARGET
-from ooospec.console import clean_errors, progress_bars
+from ooospec.console import Device, clean_errors, progress_bars
 from ooospec.errors import UsageError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""`ooospec serve`: read the settings, load the models, listen."""
+"""The settings of `ooospec serve`, from flags and a file; and the listening."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class ServeSettings:
     request_timeout: float = 600.0
     max_body_bytes: int = 4 << 20
     ui: bool = True
+    otlp_traces_endpoint: str | None = None
 
 
 def merged(flags: Mapping[str, Any], given: Callable[[str], bool], config: Path | None) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.sock
         decoder,
         ServerSettings(
             names, keys, settings.max_queue, settings.request_timeout, settings.max_body_bytes,
-            inspector=settings.ui,
+            inspector=settings.ui, otlp_traces_endpoint=settings.otlp_traces_endpoint,
         ),
     )  # fmt: skip
     logging.getLogger("ooospec.server").info(

@@ -1,0 +1,270 @@
+"""The server over the wire: real clients and agents, aborts, queue, load, fuzz, traces."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import openai
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from load import run_load
+from ooospec.server.app import ServerSettings, create_app
+from ooospec.server.bodies import ChatBody
+from ooospec.server.tracing import Tracing
+from served import SCRIPTS, Served, body
+
+FIELDS = sorted(ChatBody.model_fields)
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["user", "function", "auto", "required", "json_schema", "tiny", "get_weather"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["type", "function", "name", "parameters", "role", "content", "schema", "json_schema", "text",
+                         "tool_calls", "properties", "method", "include_usage", "7", "x"]), inner, max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def test_openais_client(scripted_decoder):
+    with Served(scripted_decoder) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="x", max_retries=0)
+        answer = client.chat.completions.create(**body())
+        assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+        with client.chat.completions.stream(**body("two")) as stream:
+            for _ in stream:
+                pass
+            calls = stream.get_final_completion().choices[0].message.tool_calls
+        assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Oslo", "São José 😀"]
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(**body(temperature=-3))
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**{**body(), "model": "x"})
+        assert [model.id for model in client.models.list()] == ["tiny"]
+
+        async def both():
+            async with openai.AsyncOpenAI(base_url=served.url, api_key="x", max_retries=0) as async_client:
+                asked = [async_client.chat.completions.create(**body(c)) for c in ("weather", "hello", "two")]
+                return await asyncio.gather(*asked)
+
+        one, two, three = asyncio.run(both())
+        assert one.choices[0].message.tool_calls and two.choices[0].message.content == SCRIPTS["hello"]
+        assert len(three.choices[0].message.tool_calls) == 2
+
+
+def test_a_client_that_goes_away_ends_the_work(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.02
+    with Served(scripted_decoder) as served:
+        sent = body("long", speculative=False)
+        with httpx.stream("POST", f"{served.url}/chat/completions", json={**sent, "stream": True}) as response:
+            next(response.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/chat/completions", json=sent, timeout=0.3)
+        start = time.monotonic()
+        answer = httpx.post(f"{served.url}/chat/completions", json=body(), timeout=30)
+        assert answer.status_code == 200 and time.monotonic() - start < 3
+        text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
+        assert "ooospec:requests_aborted_total 2.0" in text
+
+
+def test_the_time_limit_counts_the_queue(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.02
+    with Served(scripted_decoder, time_limit_s=1.0) as served:
+        sent = body("long", speculative=False)
+        first = threading.Thread(target=lambda: httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60))
+        first.start()
+        time.sleep(0.1)
+        start = time.monotonic()
+        second = httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60)
+        first.join()
+        assert second.status_code == 408 and time.monotonic() - start < 5
+
+
+def test_clients_that_left_the_queue_do_not_fill_it(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.02
+    with Served(scripted_decoder, max_queue=2) as served:
+
+        def post(timeout, content="long"):
+            sent = body(content, speculative=False)
+            try:
+                return httpx.post(f"{served.url}/chat/completions", json=sent, timeout=timeout).status_code
+            except httpx.ReadTimeout:
+                return None
+
+        threads = [threading.Thread(target=post, args=(seconds,)) for seconds in (3.0, 0.4, 0.4)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        time.sleep(0.8)
+        assert post(30, "hello") == 200
+        for thread in threads:
+            thread.join()
+
+
+def test_a_full_queue_says_when_to_come_back_and_keys_take_turns(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.01
+    with Served(scripted_decoder, max_queue=2) as served:
+
+        def post(key):
+            sent = body("hello", speculative=False)
+            return httpx.post(f"{served.url}/chat/completions", json=sent, headers={"authorization": key}, timeout=60)
+
+        threads, answers = [], []
+        for key in ("a", "a", "a", "b", "a", "a"):
+            threads.append(threading.Thread(target=lambda k=key: answers.append((k, post(k)))))
+            threads[-1].start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        refused = [answer for _, answer in answers if answer.status_code == 429]
+        assert refused and all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert all(answer.json()["error"]["code"] == "queue_full" for answer in refused)
+        assert all(answer.status_code in (200, 429) for _, answer in answers)
+
+
+def test_the_next_key_is_served_before_the_same_one_again(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.01
+    with Served(scripted_decoder) as served:
+
+        def post(key):
+            sent = body("hello", speculative=False, tools=None)
+            httpx.post(
+                f"{served.url}/chat/completions", json=sent, headers={"authorization": f"Bearer {key}"}, timeout=60
+            )
+
+        threads = []
+        for key in ("a", "a", "a", "b"):
+            threads.append(threading.Thread(target=post, args=(key,)))
+            threads[-1].start()
+            time.sleep(0.03)
+        for thread in threads:
+            thread.join()
+    order = [salt.split()[1] for _, salt in scripted_decoder.target.begun]
+    assert order[0] == "a" and order.index("b") <= 2
+
+
+def test_an_agent_of_pydantic_ai_holds_a_conversation_of_two_steps(scripted_decoder):
+    """The framework's own loop: it calls the tool, sends the result back and gets the words."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    asked = []
+
+    def get_weather(city: str, days: int = 1) -> str:
+        asked.append((city, days))
+        return "sunny"
+
+    async def conversations(url):
+        async with openai.AsyncOpenAI(base_url=url, api_key="x") as own:
+            provider = OpenAIProvider(openai_client=own)
+            agent = Agent(OpenAIChatModel("tiny", provider=provider), tools=[get_weather])
+            whole = await agent.run("weather")
+            async with agent.run_stream("weather") as run:
+                return whole.output, "".join([text async for text in run.stream_text(delta=True)])
+
+    with Served(scripted_decoder) as served:
+        assert asyncio.run(conversations(served.url)) == (SCRIPTS["sunny"], SCRIPTS["sunny"])
+    assert asked == [("Oslo", 3)] * 2
+
+
+def test_traces_hold_times_and_counts_and_no_words(scripted_decoder):
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    app = create_app(scripted_decoder, ServerSettings(("tiny",)), Tracing(provider, "tiny"))
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with TestClient(app) as client:
+        client.post("/v1/chat/completions", json=body(), headers={"traceparent": parent})
+    spans = {span.name: span for span in kept.get_finished_spans()}
+    whole = spans["llm_request"]
+    assert set(spans) == {"llm_request", "prefill", "decode"} and f"{whole.context.trace_id:032x}" == parent[3:35]
+    assert all(whole.start_time <= span.start_time <= span.end_time <= whole.end_time for span in spans.values())
+    assert whole.attributes["gen_ai.usage.completion_tokens"] == len(scripted_decoder.target.script)
+    assert whole.attributes["ooospec.accepted.schema"] > 0
+    assert "Oslo" not in str([span.to_json() for span in spans.values()])
+
+
+def test_spans_reach_a_collector(scripted_decoder):
+    received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{collector.server_address[1]}/v1/traces"
+        with TestClient(
+            create_app(scripted_decoder, ServerSettings(("tiny",), otlp_traces_endpoint=endpoint))
+        ) as client:
+            client.post("/v1/chat/completions", json=body())
+        collector.shutdown()
+        thread.join()
+    assert received[0][0] == "/v1/traces" and b"llm_request" in received[0][1]
+
+
+@pytest.mark.parametrize(
+    "body_bytes", [b"", b"\xff\xfe", b"null", b"[]", b"{", b'"x"', b"0", b"{}" * 1000, b"[" * 50000]
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_raw_bytes_are_refused_and_the_next_request_works(client, path, body_bytes):
+    for kind in ("application/json", "text/plain", "multipart/form-data", "application/json; charset=utf-16"):
+        answer = client.post(path, content=body_bytes, headers={"content-type": kind})
+        assert answer.status_code in (400, 422) and answer.json()["error"]["message"], (kind, answer.text)
+    assert client.post("/v1/chat/completions", json=body()).status_code == 200
+
+
+@hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_bodies_with_odd_values_never_break_the_server(client, data):
+    """Any field of a request with any JSON value: an answer or a 4xx that says why."""
+    sent = body(max_tokens=5)
+    for name in data.draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3)):
+        sent[name] = data.draw(ODD)
+    answer = client.post("/v1/chat/completions", json=sent)
+    assert answer.status_code < 500, (sent, answer.text)
+    if answer.status_code >= 400:
+        assert answer.json()["error"]["message"], sent
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_its_own_description_holds_under_schemathesis(scripted_decoder):
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+
+    with Served(scripted_decoder, time_limit_s=5) as served:
+        schema = schemathesis.openapi.from_url(served.url.removesuffix("/v1") + "/openapi.json")
+        for operation in schema.get_all_operations():
+            cases = operation.ok().as_strategy()
+
+            @hypothesis_settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(case=cases)
+            def check(case):
+                case.validate_response(case.call(), checks=[not_a_server_error])
+
+            check()
+        assert httpx.post(f"{served.url}/chat/completions", json=body()).status_code == 200
+
+
+def test_load_with_aborts_and_a_killed_sidecar(folder_of_tiny):
+    report = run_load(120, connections=8, kill_every=30, sidecar=folder_of_tiny)
+    assert report.wrong == [] and report.answered + report.aborted == 120 and report.kills >= 3
+    assert report.counters_differ == []
