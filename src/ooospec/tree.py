@@ -115,6 +115,36 @@ def _select(top: _Node, max_nodes: int, cost: Cost | None, rate: float | None) -
         node.kept = True
 
 
+def best_chain(
+    drafts: Sequence[Draft],
+    max_length: int,
+    cost: Cost | None = None,
+    vocabulary: int | None = None,
+) -> list[tuple[int, str]]:
+    """Return the one continuation worth verifying where an engine takes chains only: (token, source) in order.
+
+    Of all paths of the tree that the drafts form, the one with the most expected accepted tokens within `max_length`;
+    with `cost` (of a pass over 1 + n tokens), cut where the expected tokens per cost are most.
+    """
+    top = _merge(0, drafts, max_length, vocabulary)
+    best: dict[int, float] = {}
+    order, stack = list[_Node](), [top]
+    while stack:  # parents before children
+        node = stack.pop()
+        order.append(node)
+        stack.extend(node.children.values())
+    for node in reversed(order):
+        best[id(node)] = node.chance + max((best[id(child)] for child in node.children.values()), default=0.0)
+    chain, gains, node = list[tuple[int, str]](), [1.0], top
+    while node.children:
+        node = max(node.children.values(), key=lambda child: best[id(child)])
+        chain.append((node.token, node.source))
+        gains.append(gains[-1] + node.chance)
+    if cost is None:
+        return chain
+    return chain[: max(range(len(gains)), key=lambda size: gains[size] / cost(size + 1))]
+
+
 def build_tree(
     root: int,
     drafts: Sequence[Draft],

@@ -10,23 +10,26 @@ from __future__ import annotations
 import logging
 import socket as tcp
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 import zmq
 
-from ooospec.core import FunctionHint, Hint, SlotHint, Tool
+from ooospec.core import FunctionHint, Hint, Slot, SlotHint, Tool
 from ooospec.errors import SidecarError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.process import SidecarProcess
 from ooospec.sidecar.protocol import (
+    Announce,
     Cancel,
     Done,
     Function,
     Hello,
+    Name,
     SlotValue,
     Submit,
+    Subscribe,
     ToolSignature,
     ToolSlot,
     Turn,
@@ -39,6 +42,9 @@ HANG_SECONDS = 60.0
 """Silence after a request that makes a supervised sidecar count as hung."""
 WAVE_SECONDS = 20.0
 """After this long a wave no longer counts as working; its answers still do if they come."""
+RESUBSCRIBE_SECONDS = 5.0
+MAX_FOLLOWED = 512
+"""Requests of other clients that a subscriber remembers."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 300.0
 """Waiting time before a dead sidecar is started again; doubles with every failure."""
 
@@ -121,6 +127,9 @@ class SidecarClient:
         self._process = process
         self._number = 0
         self._mailboxes: dict[int, Mailbox] = {}
+        self._subscribed, self._subscribed_at = False, 0.0
+        self._announced: OrderedDict[bytes, Mailbox] = OrderedDict()
+        self._followed: dict[int, Mailbox] = {}
         self.warnings: Counter[str] = Counter()
         self.model = ""
         self.trusted = True
@@ -175,6 +184,24 @@ class SidecarClient:
             self._fail(mailbox, "unreachable")
         return mailbox
 
+    def name(self, mailbox: Mailbox, key: bytes) -> None:
+        """Pass a request and its answers on to the sidecar's subscribers, who know it by `key`."""
+        self._send(Name(mailbox.request, key))
+
+    def subscribe(self) -> None:
+        """Ask to be told of the requests that other clients name; `announced` then finds them.
+
+        A client that subscribes submits nothing itself.
+        """
+        self._subscribed, self._subscribed_at = self._send(Subscribe()), time.monotonic()
+
+    def announced(self, key: bytes) -> Mailbox | None:
+        """Return the mailbox of a request that another client named, if it is known here."""
+        if time.monotonic() - self._subscribed_at > RESUBSCRIBE_SECONDS:
+            self.subscribe()  # the sidecar may have been started again
+        self.receive()
+        return self._announced.get(key)
+
     def _send(self, message: protocol.ToSidecar) -> bool:
         """Hand a message to ZeroMQ; False where it cannot be encoded (schemas may hold anything) or taken."""
         if self._socket is None:
@@ -210,14 +237,29 @@ class SidecarClient:
             if message.version != protocol.VERSION:
                 self._warn("version", f"speaks protocol {message.version}, this is {protocol.VERSION}")
             return
-        mailbox = self._mailboxes.get(message.request)
+        if isinstance(message, Announce):
+            self._follow(message)
+            return
+        boxes = self._followed if self._subscribed else self._mailboxes
+        mailbox = boxes.get(message.request)
         if mailbox is None:
+            if self._subscribed:
+                return  # dropped as too old
             if not 0 < message.request <= self._number:  # late answers to finished requests are normal
                 self._warn("stray", "answered for a request that was never made")
         elif not mailbox.put(message, len(data)):
             self._warn("garbage", "named a tool or slot that the request does not have")
         elif isinstance(message, Done) and message.error not in ("", "cancelled"):
             self._warn("error", f"failed in a wave: {message.error}")
+
+    def _follow(self, message: Announce) -> None:
+        mailbox = Mailbox(self, message.request, tuple(tool_of(signature) for signature in message.tools))
+        self._announced[message.key], self._followed[message.request] = mailbox, mailbox
+        self._announced.move_to_end(message.key)
+        if len(self._followed) > MAX_FOLLOWED:
+            del self._followed[min(self._followed)]
+        if len(self._announced) > MAX_FOLLOWED:
+            self._announced.popitem(last=False)
 
     def _fail(self, mailbox: Mailbox, kind: str) -> None:
         mailbox.hint.failed = True
@@ -292,6 +334,12 @@ def _knock(address: str) -> None:
 
 def _chance(percent: int) -> float:
     return min(99, max(1, percent)) / 100
+
+
+def tool_of(signature: ToolSignature) -> Tool:
+    """Read a tool off the form the protocol carries."""
+    slots = tuple(Slot(s.name, s.types, s.required, s.description, s.choices) for s in signature.slots)
+    return Tool(signature.name, signature.description, slots)
 
 
 def signature(tool: Tool) -> ToolSignature:

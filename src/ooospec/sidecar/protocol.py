@@ -2,6 +2,10 @@
 
 A client (DEALER) sends Submit and Cancel; the sidecar (ROUTER) answers with Welcome, then for each request with
 Function and Slot messages as they become known, and Done. No token ids cross: both sides have tokenizers of their own.
+
+Where the process that receives requests is not the one that drafts (a server's front end and its workers), the first
+names its request by a key that both can compute (Name), and the second, once subscribed (Subscribe), is told of every
+named request (Announce) and gets the same answers under a number of the sidecar's own.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 
 
 class ToolSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +65,25 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     request: int
 
 
+class Name(msgspec.Struct, frozen=True, array_like=True, tag="name"):
+    """Give a request a key; it and its answers are passed on to all subscribers, those that have been sent too."""
+
+    request: int
+    key: bytes
+
+
+class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
+    """Ask to be told of every request that is named from now on."""
+
+
+class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
+    """Tell a subscriber of a named request; its answers follow under `request`."""
+
+    request: int
+    key: bytes
+    tools: tuple[ToolSignature, ...]
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Say who answers."""
 
@@ -97,8 +120,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done", omit_defaul
     error: str = ""
 
 
-ToSidecar = Hello | Submit | Cancel
-FromSidecar = Welcome | Function | SlotValue | Done
+ToSidecar = Hello | Submit | Cancel | Name | Subscribe
+FromSidecar = Welcome | Function | SlotValue | Done | Announce
 
 encoder = msgspec.msgpack.Encoder()
 to_sidecar = msgspec.msgpack.Decoder(ToSidecar)

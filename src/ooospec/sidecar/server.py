@@ -10,9 +10,9 @@ import argparse
 import os
 import sys
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,19 @@ import zmq
 from ooospec.errors import OooSpecError, UsageError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.process import READY
-from ooospec.sidecar.protocol import Cancel, Done, FromSidecar, Function, Hello, SlotValue, Submit, Welcome
+from ooospec.sidecar.protocol import (
+    Announce,
+    Cancel,
+    Done,
+    FromSidecar,
+    Function,
+    Hello,
+    Name,
+    SlotValue,
+    Submit,
+    Subscribe,
+    Welcome,
+)
 
 
 class Predictor(Protocol):
@@ -33,6 +45,20 @@ class Predictor(Protocol):
 
     def timings(self) -> tuple[int, int, int]:
         """Return (prefill_ms, wave_ms, steps) of the last wave."""
+
+
+MAX_SUBSCRIBERS, MAX_RECORDS = 64, 256
+Answer = Function | SlotValue | Done
+
+
+@dataclass(slots=True)
+class _Record:
+    """What was asked and answered, for subscribers that are told of it later."""
+
+    request: Submit
+    answers: list[Answer] = field(default_factory=list)
+    number: int = 0
+    """Number under which subscribers know it; 0 = it has no name yet."""
 
 
 @dataclass(slots=True)
@@ -49,6 +75,9 @@ class SidecarServer:
         self.predictor, self.model, self.socket = predictor, model, socket
         self._queue: deque[tuple[bytes, Submit]] = deque()
         self._job: _Job | None = None
+        self._records: OrderedDict[tuple[bytes, int], _Record] = OrderedDict()
+        self._subscribers: OrderedDict[bytes, None] = OrderedDict()
+        self._named = 0
         self.bad_messages = 0
 
     def serve(self) -> None:
@@ -79,8 +108,41 @@ class SidecarServer:
             self._send(client, Welcome(self.model))
         elif isinstance(message, Submit):
             self._queue.append((client, message))
+            self._records[client, message.request] = _Record(message)
+            if len(self._records) > MAX_RECORDS:
+                self._records.popitem(last=False)
+        elif isinstance(message, Subscribe):
+            self._subscribers[client] = None
+            if len(self._subscribers) > MAX_SUBSCRIBERS:
+                self._subscribers.popitem(last=False)
+        elif isinstance(message, Name):
+            self._name(client, message)
         else:
             self._cancel(client, message)
+
+    def _name(self, client: bytes, message: Name) -> None:
+        """Tell the subscribers of a request and of what is known about it."""
+        record = self._records.get((client, message.request))
+        if record is None or record.number:
+            return
+        self._named += 1
+        record.number = self._named
+        self._pass_on(Announce(record.number, message.key, record.request.tools))
+        for answer in record.answers:
+            self._pass_on(msgspec.structs.replace(answer, request=record.number))
+
+    def _pass_on(self, message: FromSidecar) -> None:
+        for subscriber in self._subscribers:
+            self._send(subscriber, message)
+
+    def _answer(self, client: bytes, answer: Answer) -> None:
+        """Send an answer to who asked, and to the subscribers where the request has a name."""
+        self._send(client, answer)
+        record = self._records.get((client, answer.request))
+        if record is not None:
+            record.answers.append(answer)
+            if record.number:
+                self._pass_on(msgspec.structs.replace(answer, request=record.number))
 
     def _cancel(self, client: bytes, message: Cancel) -> None:
         self._queue = deque(entry for entry in self._queue if (entry[0], entry[1].request) != (client, message.request))
@@ -92,7 +154,7 @@ class SidecarServer:
             for answer in job.answers:
                 if answer is None:
                     return
-                self._send(job.client, answer)
+                self._answer(job.client, answer)
         except Exception as error:  # a fault in one wave must not end the service
             self._finish(job, f"{type(error).__name__}: {error}"[:200])
             return
@@ -101,7 +163,7 @@ class SidecarServer:
     def _finish(self, job: _Job, error: str) -> None:
         job.answers.close()  # type: ignore[attr-defined]  # a generator
         prefill, wave, steps = self.predictor.timings()
-        self._send(job.client, Done(job.request.request, prefill, wave, steps, error))
+        self._answer(job.client, Done(job.request.request, prefill, wave, steps, error))
         self._job = None
 
     def _send(self, client: bytes, message: FromSidecar) -> None:

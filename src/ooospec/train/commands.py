@@ -18,7 +18,7 @@ from ooospec.errors import UsageError
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
-def add_commands(app: typer.Typer) -> None:
+def add_train_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command("collect")(collect)
     app.command("train")(train)

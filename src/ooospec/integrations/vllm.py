@@ -1,0 +1,317 @@
+"""OoO-Spec inside vLLM: a proposer for its workers and a middleware for its front end (docs/vllm.md).
+
+    vllm serve MODEL --middleware ooospec.integrations.vllm.OooSpecMiddleware \\
+        --speculative-config '{"method": "custom_class", "num_speculative_tokens": 24,
+                               "model": "ooospec.integrations.vllm.OooSpecProposer"}'
+
+The middleware submits the sidecar's wave when a chat request arrives, before scheduling, and names it by its prompt's
+tokens; the proposer, in the worker, is told of named requests by the sidecar and finds a row's hint by the same key.
+Both find the sidecar (`ooospec sidecar`) at OOOSPEC_SIDECAR, tcp://127.0.0.1:7777 by default; without one the proposer
+drafts from schemas and earlier calls alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from packaging.version import Version
+from transformers import AutoTokenizer, GenerationConfig
+
+from ooospec.chat.codec import TextCodec
+from ooospec.chat.template import plain_text, read_request, template_format
+from ooospec.core import Hint, Tool
+from ooospec.errors import OooSpecError, UsageError
+from ooospec.integrations.rows import RowDrafter, Situation, prompt_key
+from ooospec.sidecar.client import Mailbox, SidecarClient
+
+logger = logging.getLogger("vllm.ooospec")
+ADDRESS_VARIABLE, DEFAULT_ADDRESS = "OOOSPEC_SIDECAR", "tcp://127.0.0.1:7777"
+MEMORY_VARIABLE, STATS_VARIABLE = "OOOSPEC_MEMORY", "OOOSPEC_STATS"
+TESTED = (Version("0.32.0"), Version("0.33.0"))
+"""vLLM versions from the first to before the second."""
+RETRY_SECONDS, REPORT_SECONDS = 5.0, 10.0
+KEPT_WAVES = 256
+TOKENIZE_FIELDS = (
+    "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "chat_template", "chat_template_kwargs", "mm_processor_kwargs",
+)  # fmt: skip
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+def sidecar_address() -> str | None:
+    """Return where the sidecar is; None where OOOSPEC_SIDECAR says `none`."""
+    address = os.environ.get(ADDRESS_VARIABLE, DEFAULT_ADDRESS)
+    return None if address == "none" else address
+
+
+class _Connection:
+    """A client of the sidecar that is tried again while there is none."""
+
+    def __init__(self, made: Callable[[SidecarClient], None] | None = None) -> None:
+        self._address, self._made = sidecar_address(), made
+        self._client: SidecarClient | None = None
+        self._retry_at = 0.0
+
+    def get(self) -> SidecarClient | None:
+        """Return the client, without waiting for a sidecar that is not there."""
+        if self._client is None and self._address is not None and time.monotonic() >= self._retry_at:
+            first, self._retry_at = not self._retry_at, time.monotonic() + RETRY_SECONDS
+            try:
+                self._client = SidecarClient(self._address)
+                if self._made is not None:
+                    self._made(self._client)
+            except OooSpecError as error:
+                if first:
+                    logger.warning("No hints: %s Trying again every %.0f s.", error, RETRY_SECONDS)
+        return self._client
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+# ---------------------------------------------------------------- the worker's side
+
+
+class _Hints:
+    """Hints of the requests that front ends named."""
+
+    def __init__(self) -> None:
+        self._connection = _Connection(SidecarClient.subscribe)
+        self._connection.get()
+
+    def find(self, key: bytes) -> tuple[tuple[Tool, ...], Callable[[], Hint | None]] | None:
+        """Return the tools of the request and a way to poll its hint; None for one that was not named."""
+        client = self._connection.get()
+        mailbox = client.announced(key) if client is not None else None
+        return (mailbox.tools, mailbox.poll) if mailbox is not None else None
+
+
+class OooSpecProposer:
+    """What vLLM's `custom_class` hook instantiates in every worker; `propose` never raises.
+
+    Drafts of the output rank are the ones that the scheduler hands to all ranks, so ranks cannot disagree.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises UsageError for a vLLM that was not tested, or a target whose state cannot be rolled back."""
+        check_version(version_of_vllm())
+        model = vllm_config.model_config
+        if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+            raise UsageError(
+                f"{model.model} keeps a recurrent state (Mamba or linear attention), which vLLM does not roll back for "
+                "drafts of varying length; OoO-Spec does not run with it. Serve it without --speculative-config."
+            )
+        self.max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        situation = read_situation(model.tokenizer, model.model, bool(model.trust_remote_code))
+        remember = os.environ.get(MEMORY_VARIABLE, "1") != "0"
+        self.drafter = RowDrafter(situation, self.max_tokens, int(model.max_model_len), _Hints(), remember)
+        self._report_at, self._reported = time.monotonic() + REPORT_SECONDS, ""
+        atexit.register(self._report)
+
+    def propose(
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Return the draft of every row: at most `num_speculative_tokens` ids each, [] where nothing pays."""
+        drafts = self.drafter.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        if time.monotonic() > self._report_at:
+            self._report()
+        return drafts
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is no model in this process."""
+
+    def _report(self) -> None:
+        """Log the counts when they changed, and write them to the file that OOOSPEC_STATS names."""
+        self._report_at = time.monotonic() + REPORT_SECONDS
+        text = json.dumps(dict(sorted(self.drafter.counts.items())))
+        if text == self._reported or not self.drafter.counts:
+            return
+        self._reported = text
+        logger.info("OoO-Spec: %s", text)
+        path = os.environ.get(STATS_VARIABLE)
+        if path:
+            try:
+                Path(path).write_text(text + "\n", "utf-8")
+            except OSError as error:
+                logger.warning("%s=%s cannot be written: %s", STATS_VARIABLE, path, error)
+
+
+def version_of_vllm() -> str:
+    """Return the installed version, whichever wheel carries it."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check_version(found: str) -> None:
+    """Raise UsageError for a vLLM outside the tested range: the hook's signature differs between versions."""
+    first, before = TESTED
+    if not first <= Version(Version(found).base_version) < before:
+        raise UsageError(
+            f"OoO-Spec {version('ooo-spec')} was tested with vLLM from {first} to before {before}; this is {found}. "
+            "Install one of those, or serve without --speculative-config."
+        )
+
+
+def read_situation(tokenizer_name: str, model: str, trust_remote_code: bool = False) -> Situation:
+    """Load the target's tokenizer and read its call format. Raises UsageError for a tokenizer without fast form."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, trust_remote_code=trust_remote_code)
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise UsageError(f"The tokenizer of {tokenizer_name} has no fast form; OoO-Spec needs one.")
+    try:
+        ended = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ended = None
+    ended = tokenizer.eos_token_id if ended is None else ended
+    ids = list(ended) if isinstance(ended, list | tuple) else [int(ended)]
+    call_format, _ = template_format(tokenizer)
+    reasons = "<think>" in str(tokenizer.chat_template or "")
+    return Situation(TextCodec(tokenizer.backend_tokenizer, ids), call_format.name, reasons, Path(model).name)
+
+
+# ---------------------------------------------------------------- the front end's side
+
+
+class Announcer:
+    """Submits waves and names them; holds the last ones so that none is cancelled early."""
+
+    def __init__(self) -> None:
+        self._connection = _Connection()
+        self._waves: list[Mailbox] = []
+
+    def submit(self, messages: Any, tools: Any) -> Mailbox | None:
+        """Start the wave of a chat request; None for one without tools, or while there is no sidecar."""
+        client = self._connection.get()
+        if client is None:
+            return None
+        try:
+            _, known, said = read_request(messages, tools)
+        except OooSpecError:
+            return None  # vLLM says what is wrong with it
+        if not known:
+            return None
+        mailbox = client.submit(known, [(str(m["role"]), plain_text(m)) for m in said])
+        self._waves.append(mailbox)
+        if len(self._waves) > KEPT_WAVES:
+            self._waves.pop(0).close()
+        return mailbox
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def name(self, mailbox: Mailbox, prompt_ids: Sequence[int]) -> None:
+        """Tell the workers whose wave it is."""
+        client = self._connection.get()
+        if client is not None:
+            client.name(mailbox, prompt_key(prompt_ids))
+            client.receive()
+
+
+_offline: Announcer | None = None
+
+
+def announce(tokenizer: Any, messages: Any, tools: Any = None, **template: Any) -> bool:
+    """Start the wave of a request that `LLM.chat` gets next, with the same messages and tools.
+
+    `tokenizer` = `llm.get_tokenizer()`; `template` = further arguments of its chat template. False where there is
+    nothing to start: no tools, or no sidecar. Without it `LLM.chat` drafts from the tools in the prompt alone.
+    """
+    global _offline
+    _offline = _offline or Announcer()
+    mailbox = _offline.submit(list(messages), tools)
+    if mailbox is None:
+        return False
+    ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=True, **template)
+    _offline.name(mailbox, ids["input_ids"] if isinstance(ids, Mapping) else ids)
+    return True
+
+
+class OooSpecMiddleware:
+    """ASGI middleware for `vllm serve --middleware`: reads chat requests on their way in, changes nothing."""
+
+    def __init__(self, app: App) -> None:
+        self.app, self._announcer = app, Announcer()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Pass a request on; for a chat request, once its body is there, start the wave first."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            self._announcer.close()
+            return
+        if scope["type"] != "http" or scope.get("method") != "POST" or not scope["path"].endswith("/chat/completions"):
+            await self.app(scope, receive, send)
+            return
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        try:
+            self._start(scope, b"".join(message.get("body", b"") for message in messages))
+        except Exception:
+            logger.exception("a request could not be read; it goes on without hints")
+
+        async def replayed() -> MutableMapping[str, Any]:
+            return messages.pop(0) if messages else await receive()
+
+        await self.app(scope, replayed, send)
+
+    def _start(self, scope: MutableMapping[str, Any], body: bytes) -> None:
+        try:
+            asked = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            return  # vLLM says what is wrong with it
+        if not isinstance(asked, dict) or asked.get("tool_choice") == "none":
+            return
+        mailbox = self._announcer.submit(asked.get("messages"), asked.get("tools"))
+        if mailbox is not None:
+            task = asyncio.ensure_future(self._name(scope, asked, mailbox))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _name(self, scope: MutableMapping[str, Any], asked: Mapping[str, Any], mailbox: Mailbox) -> None:
+        """Have the server itself tokenize the request as it will for decoding, through its own route."""
+        sent = msgspec.json.encode({name: asked[name] for name in TOKENIZE_FIELDS if name in asked})
+        path = scope["path"].removesuffix("/v1/chat/completions") + "/tokenize"
+        headers = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
+        inner = {
+            **scope, "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [*headers, (b"content-length", str(len(sent)).encode())],
+        }  # fmt: skip
+        got, status = bytearray(), 0
+        over = asyncio.Event()
+
+        async def receive() -> MutableMapping[str, Any]:
+            if not over.is_set():
+                over.set()
+                return {"type": "http.request", "body": sent, "more_body": False}
+            await asyncio.Event().wait()  # the client stays until the answer is there
+            raise AssertionError
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            got.extend(message.get("body", b""))
+
+        try:
+            await self.app(inner, receive, send)
+            if status == 200:
+                self._announcer.name(mailbox, msgspec.json.decode(bytes(got))["tokens"])
+        except Exception:
+            logger.exception("a request could not be named; it goes on without hints")

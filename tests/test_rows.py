@@ -1,0 +1,231 @@
+"""Drafting by rows, against a recorded double of vLLM's batches: rows that join, leave, move and are preempted."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from ooospec.chat.prompt_tools import tools_in_prompt
+from ooospec.chat.schema import read_tools
+from ooospec.core import FunctionHint, Hint, SlotHint
+from ooospec.integrations.rows import RowDrafter, Situation, StepCost, prompt_key
+
+WIDTH = 2048
+FORM = 'Call with {"name": NAME, "arguments": OBJECT}.'
+
+
+def tool(name):
+    slots = {"city": {"type": "string"}, "days": {"type": "integer"}}
+    parameters = {"type": "object", "properties": slots, "required": ["city"]}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+class Asked:
+    """A request with the answer its target will write."""
+
+    def __init__(self, codec, number, city, said=None):
+        self.tools = [tool(f"get_{number}"), tool("other")]
+        listed = "\n".join(map(json.dumps, self.tools))
+        self.prompt = codec.encode(f"<tools>\n{listed}\n</tools>\n{FORM}\nuser: weather in {said or city}?\nassistant:")
+        self.answer = f'{{"name": "get_{number}", "arguments": {{"city": "{city}", "days": {number % 9}}}}}'
+        self.script = [*codec.encode(self.answer), codec.eos_id]
+        self.written, self.steps = [], 0
+        values = {"city": city, "days": number % 9}
+        name = f"get_{number}"
+        slots = {(name, slot): SlotHint(name, slot, value, True, 0.95) for slot, value in values.items()}
+        self.hint = Hint(FunctionHint((name,), (0.95,)), slots, complete=True)
+
+
+class Engine:
+    """Rows as vLLM keeps them: slots of one array, no ids; a draft is accepted as far as the script goes on so."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+        self.rows, self.drafts = [], []
+        self.tokens = np.zeros((16, WIDTH), dtype=np.int32)
+
+    def step(self, unfinished=()):
+        """Run every row once; rows of `unfinished` are in the middle of their prefill."""
+        sampled = []
+        for index, row in enumerate(self.rows):
+            if row in unfinished:
+                sampled.append([])
+                continue
+            draft = self.drafts[index] if index < len(self.drafts) else []
+            accepted = 0
+            room = row.script[len(row.written) :]
+            while accepted < len(draft) and accepted < len(room) - 1 and draft[accepted] == room[accepted]:
+                accepted += 1
+            new = room[: accepted + 1]
+            row.written += new
+            row.steps += 1
+            sampled.append(list(new))
+        lengths = np.array([len(row.prompt) + len(row.written) for row in self.rows], dtype=np.int32)
+        for index, row in enumerate(self.rows):
+            self.tokens[index, : lengths[index]] = row.prompt + row.written
+        drafts = self.drafter.propose(sampled, lengths, self.tokens)
+        assert len(drafts) == len(self.rows) and all(isinstance(token, int) for draft in drafts for token in draft)
+        self.drafts = drafts
+        return sampled
+
+    def keep(self, indices):
+        """Let rows leave or move: the rows of these indices, in this order."""
+        self.rows = [self.rows[i] for i in indices]
+        self.drafts = [self.drafts[i] for i in indices]
+
+    def done(self, row):
+        return row.written == row.script
+
+
+class Named:
+    def __init__(self, asked=()):
+        self.known = {prompt_key(a.prompt): (read_tools(a.tools), lambda a=a: a.hint) for a in asked}
+
+    def find(self, key):
+        return self.known.get(key)
+
+
+@pytest.fixture
+def make(codec):
+    def made(hints=None, max_tokens=24, max_length=WIDTH):
+        return RowDrafter(Situation(codec, "json", False), max_tokens, max_length, hints)
+
+    return made
+
+
+def run(engine, row, limit=400):
+    engine.rows, engine.drafts = [row], []
+    while not engine.done(row):
+        engine.step()
+        assert row.steps < limit
+    engine.rows, engine.drafts = [], []
+    return row.steps
+
+
+def test_a_hint_found_by_the_prompts_tokens_saves_steps(codec, make):
+    asked = [Asked(codec, number, city) for number, city in ((1, "Oslo"), (2, "Kuala Lumpur"))]
+    plain = sum(run(Engine(make()), Asked(codec, n, c)) for n, c in ((1, "Oslo"), (2, "Kuala Lumpur")))
+    drafter = make(Named(asked))
+    hinted = sum(run(Engine(drafter), row) for row in asked)
+    assert drafter.counts["named"] == 2 and drafter.counts["accepted_hint"] > 40
+    assert hinted < plain < sum(len(row.script) for row in asked) / 2
+
+
+def test_without_a_hint_the_tools_are_read_off_the_prompt(codec, make):
+    drafter = make()
+    row = Asked(codec, 3, "Rome")
+    assert run(Engine(drafter), row) < len(row.script) / 3
+    assert drafter.counts["accepted_schema"] > 20 and drafter.counts["named"] == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_join_leave_move_and_return_never_mix(codec, make, seed):
+    """A random schedule: every row is drafted from its own hint alone, whatever happens to the batch."""
+    chance = random.Random(seed)
+    waiting = [Asked(codec, n, "".join(chance.choices("abcdefgh ", k=9)).strip() or "x") for n in range(14)]
+    every, preempted = list(waiting), []
+    drafter = make(Named(every))
+    engine = Engine(drafter)
+    for _ in range(3000):
+        while waiting and len(engine.rows) < 8 and chance.random() < 0.5:
+            engine.rows.append(waiting.pop())
+        if preempted and chance.random() < 0.3:
+            engine.rows.append(preempted.pop())
+        if not engine.rows and not waiting and not preempted:
+            break
+        if not engine.rows:
+            continue
+        fresh = [row for row in engine.rows if not row.written]
+        engine.step(unfinished=[row for row in fresh if chance.random() < 0.3])
+        kept = [index for index, row in enumerate(engine.rows) if not engine.done(row)]
+        if len(kept) > 1 and chance.random() < 0.2:
+            out = chance.choice(kept)
+            kept.remove(out)
+            preempted.append(engine.rows[out])
+        if chance.random() < 0.3:
+            chance.shuffle(kept)
+        engine.keep(kept)
+    assert all(row.written == row.script for row in every)
+    assert drafter.counts["faults"] == 0 and drafter.counts["requests"] == len(every)
+    assert sum(row.steps for row in every) < sum(len(row.script) for row in every) / 3
+
+
+def test_equal_prompts_in_one_batch(codec, make):
+    rows = [Asked(codec, 5, "Bergen") for _ in range(4)]
+    drafter = make(Named(rows))
+    engine = Engine(drafter)
+    engine.rows = list(rows)
+    while engine.rows:
+        engine.step()
+        engine.keep([index for index, row in enumerate(engine.rows) if not engine.done(row)])
+    assert all(row.written == row.script for row in rows) and drafter.counts["faults"] == 0
+
+
+def test_earlier_calls_are_remembered_even_of_requests_that_ran_into_a_limit(codec, make):
+    drafter = make()
+    engine = Engine(drafter)
+    first = Asked(codec, 6, "Trondheim", "the old place")
+    engine.rows = [first]
+    while len(first.written) < len(first.script) - 1:
+        engine.step()
+    engine.rows, engine.drafts = [], []
+    engine.step()
+    second, again = (Asked(codec, 7, "Trondheim", "the same place") for _ in range(2))
+    assert run(engine, second) < run(Engine(make()), again)
+
+
+def test_what_breaks_is_counted_and_the_engine_goes_on(codec, make, caplog):
+    class Broken:
+        def find(self, key):
+            raise RuntimeError("no")
+
+    drafter = make(Broken())
+    row = Asked(codec, 8, "Oslo")
+    assert run(Engine(drafter), row) == len(row.script)
+    assert drafter.counts["faults"] == len(row.script) and len(caplog.records) == 1
+    assert drafter.propose([[1]], None, None) == [[]]
+
+
+def test_drafts_end_at_the_longest_length(codec, make):
+    row = Asked(codec, 9, "Oslo")
+    drafter = make(Named([row]), max_length=len(row.prompt) + 10)
+    engine = Engine(drafter)
+    engine.rows = [row]
+    while len(row.written) < 8:
+        engine.step()
+        assert all(not draft or len(row.written) + len(draft) < 10 for draft in engine.drafts)
+
+
+def test_the_cost_of_a_step_is_learned_and_narrows_drafts_in_large_batches(codec, make):
+    cost = StepCost()
+    for tokens in (1, 9, 17, 3, 25, 8, 2, 30, 12, 5):
+        cost.observe(tokens, 0.2 + 0.01 * tokens)
+    assert cost.base == pytest.approx(0.2, rel=0.02) and cost.token == pytest.approx(0.01, rel=0.02)
+    assert cost.of(8)(5) == pytest.approx(0.2 / 8 + 0.05, rel=0.02)
+    lengths = []
+    for rows in (1, 8):
+        asked = [Asked(codec, n, "Rio") for n in range(rows)]
+        drafter = make()
+        engine = Engine(drafter)
+        engine.rows = asked
+        engine.step()
+        lengths.append(max(map(len, engine.drafts)))
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "names"),
+    [
+        ('<tools>\n{"type": "function", "function": {"name": "a", "description": "x", "parameters": {"type": "object",'
+         ' "properties": {}}}}\n</tools> then {"name": "b", "arguments": {}}', ["a"]),
+        ('[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "a", "parameters": {"properties": {}}}}, '
+         '{"type": "function", "function": {"name": "b", "description": "y"}}][/AVAILABLE_TOOLS]', ["a", "b"]),
+        ('{\n    "name": "a",\n    "description": "d",\n    "parameters": {"type": "object"}\n}', ["a"]),
+        ('{"name": "Bingo", "age": 3} {"type": "x"} {"function": 5} {"name": ', []),
+        ('{"name": "a", "parameters": {"city": "Oslo"}}', []),
+        ("no tools", []),
+    ],
+)  # fmt: skip
+def test_tools_are_read_off_prompts(prompt, names):
+    assert [found.name for found in tools_in_prompt(prompt)] == names

@@ -1,0 +1,265 @@
+"""The front end's side of the vLLM plug-in, without vLLM: waves start at arrival and reach the workers by prompt."""
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from conftest import WEATHER
+from ooospec.errors import UsageError
+from ooospec.integrations.rows import RowDrafter, Situation, prompt_key
+from ooospec.integrations.vllm import ADDRESS_VARIABLE, OooSpecMiddleware, _Connection, _Hints, announce, check_version
+from ooospec.sidecar.client import SidecarClient
+from ooospec.sidecar.protocol import Function, SlotValue
+from ooospec.sidecar.server import SidecarServer, bind
+
+MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
+PROMPT = [5, 6, 7, 8]
+
+
+class Predictor:
+    """Says the last word of the dialogue; waits for `go` before the slots."""
+
+    def __init__(self):
+        self.go, self.asked = threading.Event(), []
+        self.go.set()
+
+    def wave(self, request):
+        self.asked.append(request)
+        yield Function(request.request, (0,), (90,))
+        while not self.go.is_set():
+            yield None
+            time.sleep(0.001)
+        yield SlotValue(request.request, 0, 0, 80, request.dialogue[-1].text.rstrip("?").split()[-1])
+
+    def timings(self):
+        return 1, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def _closed(monkeypatch):
+    """Close every connection that a test made."""
+    made, begin = [], _Connection.__init__
+    monkeypatch.setattr(_Connection, "__init__", lambda self, *given: (made.append(self), begin(self, *given))[1])
+    yield
+    for connection in made:
+        connection.close()
+
+
+@pytest.fixture
+def sidecar(monkeypatch):
+    """A sidecar in a thread; yields its predictor."""
+    socket, address = bind("tcp://127.0.0.1:*")
+    predictor, ended = Predictor(), threading.Event()
+    server = SidecarServer(predictor, "stub", socket)
+
+    def serve():
+        while not ended.is_set():
+            if socket.poll(10) or server._job is not None or server._queue:
+                server.turn()
+        socket.close(0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    monkeypatch.setenv(ADDRESS_VARIABLE, address)
+    yield predictor
+    ended.set()
+    thread.join()
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return found
+
+
+def app_with(seen, tokenize=None):
+    """An app that answers as vLLM does on the two routes."""
+
+    async def chat(request: Request):
+        seen.append(("chat", await request.json()))
+        return JSONResponse({"ok": True})
+
+    async def tokens(request: Request):
+        seen.append(("tokenize", await request.json()))
+        return tokenize() if tokenize is not None else JSONResponse({"tokens": PROMPT})
+
+    routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/tokenize", tokens, methods=["POST"])]
+    return OooSpecMiddleware(Starlette(routes=routes))
+
+
+def post(app, body, **options):
+    async def send():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            answer = await client.post("/v1/chat/completions", content=body, **options)
+            await asyncio.sleep(0.1)  # the request is named behind the answer
+            return answer
+
+    return asyncio.run(send())
+
+
+def test_a_hint_travels_from_the_front_end_to_the_worker(sidecar):
+    sidecar.go.clear()
+    hints, seen = _Hints(), []
+    body = {"model": "m", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 5, "chat_template_kwargs": {"a": 1}}
+    assert post(app_with(seen), json.dumps(body)).json() == {"ok": True}
+    assert dict(seen)["chat"] == body
+    assert dict(seen)["tokenize"] == {key: value for key, value in body.items() if key != "max_tokens"}
+    tools, poll = wait_for(lambda: hints.find(prompt_key(PROMPT)))
+    assert tools[0].name == "get_weather" and tools[0].slots[0].name == "city" and tools[0].slots[0].required
+    assert wait_for(lambda: poll().function).names == ("get_weather",)
+    assert not poll().slots  # streamed: the function is here before the slots
+    sidecar.go.set()
+    assert wait_for(lambda: poll().complete) and poll().slots["get_weather", "city"].value == "Oslo"
+    assert hints.find(prompt_key([*PROMPT, 9])) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["[]", "5", '"x"', json.dumps({"messages": 5, "tools": [WEATHER]}), json.dumps({"messages": MESSAGES}),
+     json.dumps({"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "none"}),
+     json.dumps({"messages": MESSAGES, "tools": 7})],
+)  # fmt: skip
+def test_other_requests_pass_unread(sidecar, body):
+    seen = []
+    assert post(app_with(seen), body).status_code == 200
+    assert not sidecar.asked and "tokenize" not in dict(seen)
+
+
+@pytest.mark.parametrize("body", ["", "{", "\xff"])
+def test_what_is_no_json_is_left_to_the_server(sidecar, body):
+    with pytest.raises(json.JSONDecodeError):
+        post(app_with([]), body)
+    assert not sidecar.asked
+
+
+@pytest.mark.parametrize("broken", [lambda: JSONResponse({"error": "no"}, 400), lambda: 1 / 0])
+def test_a_request_that_cannot_be_named_goes_on_without_hints(sidecar, broken):
+    seen = []
+    answer = post(app_with(seen, broken), json.dumps({"messages": MESSAGES, "tools": [WEATHER]}))
+    assert answer.status_code == 200 and _Hints().find(prompt_key(PROMPT)) is None
+
+
+def test_without_a_sidecar_everything_goes_on(monkeypatch, caplog):
+    monkeypatch.setenv(ADDRESS_VARIABLE, "tcp://127.0.0.1:9")
+    seen = []
+    assert post(app_with(seen), json.dumps({"messages": MESSAGES, "tools": [WEATHER]})).status_code == 200
+    assert _Hints().find(b"x") is None and "No hints: No sidecar at tcp://127.0.0.1:9" in caplog.text
+    monkeypatch.setenv(ADDRESS_VARIABLE, "none")
+    assert _Hints().find(b"x") is None
+
+
+def test_bodies_in_pieces_and_other_routes(sidecar):
+    got = []
+
+    async def app(scope, receive, send):
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        got.append((scope["path"], body))
+
+    async def call(path, parts):
+        messages = [{"type": "http.request", "body": p, "more_body": i + 1 < len(parts)} for i, p in enumerate(parts)]
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        await OooSpecMiddleware(app)(scope, receive, send)
+
+    asyncio.run(call("/v1/chat/completions", [b'{"mess', b'ages": [', b"]}"]))
+    asyncio.run(call("/v1/completions", [b"a", b"b"]))
+    assert got == [("/v1/chat/completions", b'{"messages": []}'), ("/v1/completions", b"ab")]
+
+
+def test_announce_for_offline_use(sidecar, codec, monkeypatch):
+    import ooospec.integrations.vllm as module
+
+    monkeypatch.setattr(module, "_offline", None)
+
+    class Tokenizer:
+        def apply_chat_template(self, messages, **kwargs):
+            return codec.encode(json.dumps([messages, kwargs["tools"]]))
+
+    hints = _Hints()
+    assert announce(Tokenizer(), MESSAGES, [WEATHER]) and not announce(Tokenizer(), MESSAGES)
+    prompt = codec.encode(json.dumps([MESSAGES, [WEATHER]]))
+    _, poll = wait_for(lambda: hints.find(prompt_key(prompt)))
+    assert wait_for(lambda: poll().complete)
+    drafter = RowDrafter(Situation(codec, "json", False), 24, 4096, hints)
+    row = np.array([[*prompt, codec.encode("{")[0]]], dtype=np.int32)
+    (draft,) = drafter.propose([[int(row[0, -1])]], np.array([row.shape[1]]), row)
+    assert drafter.counts["named"] == 1 and "get_weather" in codec.decode(draft)
+
+
+def test_subscribers_hear_of_every_client_and_those_that_ask_hear_only_of_their_own(sidecar):
+    import os
+
+    address = os.environ[ADDRESS_VARIABLE]
+    first, second, follower = SidecarClient(address), SidecarClient(address), SidecarClient(address)
+    follower.subscribe()
+    wait_for(lambda: follower.model or follower.receive())
+    from ooospec.chat.schema import read_tools
+
+    boxes = [client.submit(read_tools([WEATHER]), [("user", f"in {city}")])
+             for client, city in ((first, "Oslo"), (second, "Rome"))]  # fmt: skip
+    for client, box, key in ((first, boxes[0], b"a"), (second, boxes[1], b"b")):
+        client.name(box, key)
+    for key, box, city in ((b"a", boxes[0], "Oslo"), (b"b", boxes[1], "Rome")):
+        followed = wait_for(lambda key=key: follower.announced(key))
+        assert wait_for(lambda f=followed: f.poll().complete) and wait_for(lambda b=box: b.poll().complete)
+        assert followed.hint.slots["get_weather", "city"].value == box.hint.slots["get_weather", "city"].value == city
+    assert not first.warnings and not second.warnings and not follower.warnings
+    for client in (first, second, follower):
+        client.close()
+
+
+def test_a_subscriber_finds_a_sidecar_that_was_started_again(monkeypatch):
+    from ooospec.sidecar import client as module
+
+    monkeypatch.setattr(module, "RESUBSCRIBE_SECONDS", 0.05)
+    socket, address = bind("tcp://127.0.0.1:*")
+    follower = SidecarClient(address)
+    follower.subscribe()
+    socket.close(0)
+    time.sleep(0.1)
+    socket, _ = bind(address)
+    server = SidecarServer(Predictor(), "stub", socket)
+    asking = SidecarClient(address)
+    from ooospec.chat.schema import read_tools
+
+    end = time.monotonic() + 20
+    found = None
+    while found is None and time.monotonic() < end:
+        box = asking.submit(read_tools([WEATHER]), [("user", "in Oslo")])
+        asking.name(box, b"k")
+        follower.announced(b"?")
+        for _ in range(20):
+            if socket.poll(20):
+                server.turn()
+        found = follower.announced(b"k")
+    assert found is not None
+    for each in (asking, follower):
+        each.close()
+    socket.close(0)
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0.0"])
+def test_other_versions_of_vllm_are_refused(found):
+    with pytest.raises(UsageError, match=f"tested with vLLM from 0.32.0 to before 0.33.0; this is {found}"):
+        check_version(found)
+    check_version("0.32.0")
+    check_version("0.32.1+cpu")
