@@ -57,11 +57,11 @@ class ScriptedTarget:
         self.committed = self.script[: len(following) + 1]
 
 
-def write(codec, text, tools, method="ooo", hint=None, memory=None, nodes=64, limit=400, prompt="prompt:"):
+def write(codec, text, tools, method="ooo", hint=None, memory=None, nodes=64, limit=400, prompt="prompt:", form="json"):
     """Decode a scripted text; returns (output text, commits)."""
     script = [*codec.encode(text), codec.eos_id]
     output: list[int] = []
-    context = DecodeContext(codec, codec.encode(prompt), output, tools, "test")
+    context = DecodeContext(codec, codec.encode(prompt), output, tools, f"test/{form}", form)
     poll = (lambda: None) if hint is None else (hint if callable(hint) else lambda: hint)
     sources = method_named(method).build(Setup(memory or Memory(), poll))
     target = ScriptedTarget(script, codec.vocab_size)

@@ -6,8 +6,11 @@ import pytest
 
 from ooospec.chat.formats.registry import FORMATS
 from ooospec.chat.schema import read_tools
+from ooospec.core import BONUS, FunctionHint, Hint, SlotHint
+from ooospec.memory import Memory
+from scripted import write
 from test_answer import answer
-from test_formats import scan
+from test_formats import scan, written_in
 
 TOOLS = read_tools(
     [
@@ -53,8 +56,6 @@ VALUES = [
     "name", ["hermes", "llama3_json", "mistral", "mistral_named", "pythonic", "qwen3_coder", "harmony"]
 )
 def test_values_of_every_kind_survive_in_every_family(name, arguments):
-    from test_formats import written_in
-
     text = written_in(FORMATS[name], FORMATS[name].styles("")[0], TOOLS, "note", arguments)
     if name == "qwen3_coder" and any(mark in str(arguments) for mark in ("</", " spaces ", "\\n")):
         pytest.skip("raw text between tags: line breaks and tags of its own are the format's limit")
@@ -62,6 +63,27 @@ def test_values_of_every_kind_survive_in_every_family(name, arguments):
     assert found == ("note", arguments)
     _, _, calls = answer(FORMATS[name], text, range(len(text)), tools=TOOLS)
     assert [(n, json.loads(raw, strict=False)) for n, raw in calls] == [found]
+
+
+@pytest.mark.parametrize("drafted", [1, 3, 8, 16])
+@pytest.mark.parametrize(
+    "name", ["hermes", "llama3_json", "mistral", "mistral_named", "pythonic", "qwen3_coder", "harmony"]
+)
+def test_no_value_in_any_family_comes_out_otherwise_with_drafts(codec, name, drafted):
+    """Every method, every size of draft, hints that are right, wrong and none: the target's own tokens, each time."""
+    memories = {method: Memory() for method in ("lookup", "toolspec", "ooo")}
+    for number, arguments in enumerate(VALUES):
+        text = written_in(FORMATS[name], FORMATS[name].styles("")[0], TOOLS, "note", arguments)
+        said = arguments if number % 3 else VALUES[number - 1]
+        slots = {("note", slot): SlotHint("note", slot, value, True, 0.9) for slot, value in said.items()}
+        hint = Hint(FunctionHint(("note",), (0.9,)), slots, complete=True) if number % 4 else None
+        for method in memories if number < 4 else ("ooo",):
+            options = {"method": method, "memory": memories[method], "hint": hint if method == "ooo" else None}
+            out, commits = write(codec, text, TOOLS, nodes=drafted + 1, form=name, **options)
+            assert out == text and all(commit.drafted <= drafted for commit in commits)
+            accepted = sum(source != BONUS for commit in commits for source in commit.sources)
+            assert accepted <= sum(commit.drafted for commit in commits)
+            assert accepted + len(commits) >= sum(len(commit.tokens) for commit in commits)
 
 
 def test_escapes_are_the_targets_own_byte_for_byte():
@@ -158,8 +180,6 @@ def test_harmony_channels():
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "mistral_named"])
 def test_what_was_cut_off_is_not_lost_without_trace(name):
-    from test_formats import written_in
-
     arguments = {"text": "one two", "count": 3}
     text = written_in(FORMATS[name], FORMATS[name].styles("")[0], TOOLS, "note", arguments)
     whole = answer(FORMATS[name], text, tools=TOOLS)[2][0][1]
