@@ -268,3 +268,27 @@ def test_load_with_aborts_and_a_killed_sidecar(folder_of_tiny):
     report = run_load(120, connections=8, kill_every=30, sidecar=folder_of_tiny)
     assert report.wrong == [] and report.answered + report.aborted == 120 and report.kills >= 3
     assert report.counters_differ == []
+
+
+def test_bfcls_own_openai_handler_runs_against_it(scripted_decoder, monkeypatch):
+    """Where bfcl-eval is installed: its handler for OpenAI's API, as it is."""
+    pytest.importorskip("bfcl_eval", reason="needs bfcl-eval")
+    handlers = pytest.importorskip("bfcl_eval.model_handler.api_inference.openai_completion")
+    with Served(scripted_decoder) as served:
+        monkeypatch.setenv("OPENAI_BASE_URL", served.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "x")
+        handler = handlers.OpenAICompletionsHandler("tiny", 0.0, "tiny-FC", True)
+        function = {"name": "get_weather", "description": "Weather", "parameters": {
+            "type": "dict", "properties": {"city": {"type": "string", "description": "City"},
+            "days": {"type": "integer", "description": "Days"}}, "required": ["city"]}}  # fmt: skip
+        entry = {
+            "id": "simple_python_0",
+            "question": [[{"role": "user", "content": "weather"}]],
+            "function": [function],
+        }
+        result, facts = handler.inference(entry, include_input_log=False, exclude_state_log=True)
+        assert handler.decode_ast(result, "Python", False) == [{"get_weather": {"city": "Oslo", "days": 3}}]
+        assert facts["output_token_count"] == len(scripted_decoder.target.script)
+        entry = {**entry, "question": [[{"role": "user", "content": "hello"}]]}
+        assert handler.inference(entry, include_input_log=False, exclude_state_log=True)[0] == SCRIPTS["hello"]
+        handler.client.close()
