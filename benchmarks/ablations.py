@@ -6,8 +6,8 @@ python benchmarks/ablations.py table recorded.jsonl trained.hints zero-shot.hint
 
 `hints` runs the real sidecar (one thread, tools' prefix warm) and notes when each answer came. `table` decodes the
 recorded outputs again on a simulated clock: a pass costs what was measured for the target (`ooospec doctor`; on one
-core twice that, as for `--placement split`), the prompt's new tokens cost PREFILL_MS each, and an answer of the sidecar
-can be used by the first tree that is built after it came. Rounds are exact; times are an estimate.
+core ONE_CORE times that, as for `--placement split`), the prompt's new tokens cost PREFILL_MS each, and an answer of
+the sidecar can be used by the first tree that is built after it came. Rounds are exact; times are an estimate.
 """
 
 from __future__ import annotations
@@ -162,9 +162,16 @@ def contradicted(hint: Hint, text: str) -> bool:
         for item in call.items:
             if item.value is not None and item.value.end is not None:
                 said = hint.slots.get((name, item.key.of(text)))
-                if said is None or not said.present or json.dumps(said.value) != item.value.of(text):
+                if said is not None and not (said.present and _same(said.value, item.value.of(text))):
                     return True
     return False
+
+
+def _same(value: object, text: str) -> bool:
+    try:
+        return bool(json.loads(text, strict=False) == value)
+    except ValueError:
+        return False
 
 
 class OneView(StyleBook):
@@ -213,9 +220,13 @@ def run(
         if variant.one_view:
             memory._parts.setdefault(f"{StyleBook.__module__}.{StyleBook.__qualname__}", OneView())
 
-        def ask(clock: Clock = clock, found: Timed = found, output: list[int] = output) -> Hint | None:
+        gone = [False]
+
+        def ask(clock: Clock = clock, found: Timed = found, output: list[int] = output,
+                gone: list[bool] = gone) -> Hint | None:  # fmt: skip
             hint = variant.poll(clock, found) if variant.poll is not None else None
-            return None if hint is not None and variant.drop and contradicted(hint, codec.decode(output)) else hint
+            gone[0] |= hint is not None and variant.drop and contradicted(hint, codec.decode(output))
+            return None if gone[0] else hint
 
         context = DecodeContext(codec, row.prompt, output, row.tools, row.style_key)
         sources = method_named(variant.method).build(Setup(memory, ask))

@@ -114,6 +114,21 @@ def test_strict_arguments_may_be_indented_and_come_in_a_fence(grammars):
     assert taken(grammars, strict(grammars, "hermes", STRICT), wrong) in wrong[: wrong.index("Bonn") + 1]
 
 
+def test_strict_binds_from_the_functions_name_on(grammars):
+    """Arguments that one token opens and closes are bound too: no `{}` where an argument is required."""
+    empty = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+    constraint = strict(grammars, "hermes", STRICT)
+    codec = grammars._loaded.codec
+    for token in codec.encode(empty[: empty.index(": {}")]):
+        constraint.advance(token)
+    for text in (": {}", " {}", "{}}"):
+        ids = codec.encode(text)
+        assert constraint.allowed_length(ids) < len(ids)
+    assert constraint.allowed_length(codec.encode(': {"city"')) == len(codec.encode(': {"city"'))
+    with pytest.raises(UsageError, match="The schema of strict function 'odd' cannot be enforced"):
+        strict(grammars, "hermes", {"name": "odd", "strict": True, "parameters": {"type": "object", "not": {}}})
+
+
 def test_strict_begins_after_the_reasoning(grammars):
     wrong = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn", "days": 3}}\n</tool_call>'
     constraint = strict(grammars, "hermes", STRICT, splitter=ThinkSplitter(True, True))

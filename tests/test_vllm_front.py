@@ -82,11 +82,13 @@ def wait_for(condition, seconds=10.0):
     return found
 
 
-def app_with(seen, tokenize=None):
-    """An app that answers as vLLM does on the two routes."""
+def app_with(seen, tokenize=None, hold=None):
+    """An app that answers as vLLM does on the two routes, a chat when `hold` is set."""
 
     async def chat(request: Request):
         seen.append(("chat", await request.json()))
+        while hold is not None and not hold.is_set():
+            await asyncio.sleep(0.005)
         return JSONResponse({"ok": True})
 
     async def tokens(request: Request):
@@ -109,10 +111,12 @@ def post(app, body, **options):
 
 def test_a_hint_travels_from_the_front_end_to_the_worker(sidecar):
     sidecar.go.clear()
-    hints, seen = _Hints(), []
+    hints, seen, hold = _Hints(), [], threading.Event()
     body = {"model": "m", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 5, "chat_template_kwargs": {"a": 1}}
-    assert post(app_with(seen), json.dumps(body)).json() == {"ok": True}
-    assert dict(seen)["chat"] == body
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(post(app_with(seen, hold=hold), json.dumps(body))))
+    asking.start()
+    assert wait_for(lambda: len(seen) == 2) and dict(seen)["chat"] == body
     assert dict(seen)["tokenize"] == {key: value for key, value in body.items() if key != "max_tokens"}
     tools, poll = wait_for(lambda: hints.find(prompt_key(PROMPT)))
     assert tools[0].name == "get_weather" and tools[0].slots[0].name == "city" and tools[0].slots[0].required
@@ -121,6 +125,17 @@ def test_a_hint_travels_from_the_front_end_to_the_worker(sidecar):
     sidecar.go.set()
     assert wait_for(lambda: poll().complete) and poll().slots["get_weather", "city"].value == "Oslo"
     assert hints.find(prompt_key([*PROMPT, 9])) is None
+    hold.set()
+    asking.join()
+    assert answers[0].json() == {"ok": True}
+
+
+def test_the_wave_of_an_answered_request_is_stopped(sidecar):
+    sidecar.go.clear()
+    hints = _Hints()
+    post(app_with([]), json.dumps({"messages": MESSAGES, "tools": [WEATHER]}))
+    _, poll = wait_for(lambda: hints.find(prompt_key(PROMPT)))
+    assert wait_for(lambda: poll().failed) and not poll().slots
 
 
 @pytest.mark.parametrize(
@@ -153,7 +168,9 @@ def test_without_a_sidecar_everything_goes_on(monkeypatch, caplog):
     monkeypatch.setenv(ADDRESS_VARIABLE, "tcp://127.0.0.1:9")
     seen = []
     assert post(app_with(seen), json.dumps({"messages": MESSAGES, "tools": [WEATHER]})).status_code == 200
-    assert _Hints().find(b"x") is None and "No hints: No sidecar at tcp://127.0.0.1:9" in caplog.text
+    assert _Hints().find(b"x") is None and "No sidecar at tcp://127.0.0.1:9 yet" in caplog.text
+    monkeypatch.setenv(ADDRESS_VARIABLE, "nonsense")
+    assert _Hints().find(b"x") is None and "No hints: Cannot use sidecar address 'nonsense'" in caplog.text
     monkeypatch.setenv(ADDRESS_VARIABLE, "none")
     assert _Hints().find(b"x") is None
 

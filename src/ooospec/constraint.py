@@ -27,7 +27,8 @@ from ooospec.errors import UsageError
 from ooospec.sampling import Constraint
 from ooospec.target.loading import LoadedModel
 
-_REST = r"REST: /(.|\n)*/"
+_GAP, _REST = r"GAP: /[^{]+/", r"REST: /(.|\n)*/"
+"""What stands between a function's name and its arguments, and what follows them."""
 
 
 class Grammars:
@@ -56,18 +57,21 @@ class Grammars:
         """
         if call_format.styles("")[0].values != "json":
             return None
-        schemas = {str(f["name"]): _arguments(f, flexible=True) for f in functions if f.get("strict") is True}
-        made = {
-            name: self.constraint(_lark(f"start: {schema} REST", _REST), releases=True)
-            for name, schema in schemas.items()
-        }
+        special = [index for index, token in self._loaded.tokenizer.added_tokens_decoder.items() if token.special]
+        gap = f"gap: (GAP | <[{','.join(map(str, special))}]>)*" if special else "gap: GAP?"
+        made = {}
+        for function in functions:
+            if function.get("strict") is True:
+                name, schema = str(function["name"]), _arguments(function, flexible=True)
+                grammar = _lark(f"start: gap {schema} REST", gap, _GAP, _REST)
+                made[name] = self.constraint(grammar, True, f"schema of strict function {name!r}")
         return StrictCalls(self._loaded.codec, call_format.scanner(tools), think, made) if made else None
 
     def schema(self, schema: Any) -> GrammarConstraint:
         """Allow nothing but JSON that fits a schema."""
         return self.constraint(schema_grammar(schema))
 
-    def constraint(self, grammar: str, releases: bool = False) -> GrammarConstraint:
+    def constraint(self, grammar: str, releases: bool = False, what: str = "schema") -> GrammarConstraint:
         """Return a fresh constraint for a grammar; `releases` = it ends with the grammar.
 
         Raises UsageError where it does not compile.
@@ -80,7 +84,7 @@ class Grammars:
         if matcher is None:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
             if matcher.is_error():
-                raise UsageError(f"The schema cannot be enforced: {_first_line(matcher.get_error())}")
+                raise UsageError(f"The {what} cannot be enforced: {_first_line(matcher.get_error())}")
             if len(self._compiled) >= 64:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[grammar] = matcher
@@ -110,7 +114,7 @@ class AfterThinking:
 
 
 class StrictCalls:
-    """Binds the arguments of calls to schemas, from the first brace to the last; all else is the target's choice."""
+    """Binds the arguments of calls to schemas, from the function's name to the last brace; all else is free."""
 
     def __init__(
         self, codec: TextCodec, scanner: Scanner, think: ThinkSplitter, schemas: Mapping[str, GrammarConstraint]
@@ -129,12 +133,13 @@ class StrictCalls:
         if self._inner is not None:
             self._inner.advance(token)
         call, scanner = self._scanner.open, self._scanner
-        if call is None or not scanner.certain:
+        if call is None:
             self._inner = None
-        elif call.start != self._current:
+        elif call.start != self._current and call.name is not None and call.name.end is not None:
             self._current = call.start
             schema = self._schemas.get(scanner.name_of(call))
-            self._inner = schema.following(self._codec.encode(scanner.arguments_text(call))) if schema else None
+            written = self._codec.encode(scanner.text[call.name.end :], special=True)
+            self._inner = schema.following(written) if schema is not None and call.arguments is None else None
 
     def allowed_length(self, tokens: Sequence[int]) -> int:
         """Return how many of the tokens may follow in a row; a call that begins among them is only verified."""

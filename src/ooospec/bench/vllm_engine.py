@@ -1,6 +1,6 @@
 """`ooospec bench-vllm`: OoO-Spec inside vLLM against plain vLLM and vLLM's own speculative methods.
 
-For each method a server of its own, started with the same flags. Every request is sent once to a server, at one of the
+For each method a server of its own, started with the same flags. Every request is timed once, at one of the
 concurrencies (the requests are dealt out to them in turn), so no cache and no memory has seen it before. Time is that
 of the whole call at the client. Greedy outputs are compared with plain vLLM's, token by token; where they differ, the
 gap between plain vLLM's two best log-probabilities at that place tells a rounding tie from a fault.
@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -89,6 +90,14 @@ class VllmRow(msgspec.Struct, kw_only=True):
     """Where it differs from plain vLLM: plain's best minus its second-best log-probability there."""
 
 
+class Gaps(msgspec.Struct, frozen=True):
+    """How close plain vLLM's decisions were."""
+
+    output_ids: list[int]
+    gaps: list[float]
+    """At every place: the best minus the second-best log-probability."""
+
+
 def speculative_config(settings: VllmSettings, method: str) -> dict[str, Any] | None:
     """Return vLLM's --speculative-config of a method; None = plain."""
     size = settings.num_speculative_tokens
@@ -109,7 +118,8 @@ def run_vllm_bench(
         raise UsageError("This needs vLLM in the same environment; see docs/vllm.md (`make venv-vllm`).")
     out.mkdir(parents=True, exist_ok=True)
     path = out / "vllm.jsonl"
-    rows = list(read_rows(path))
+    rows, label = list(read_rows(path)), re.sub(r"[^\w.-]+", "_", settings.name)
+    _check_same(settings, requests, rows, out)
     todo = [method for method in METHODS if method in settings.methods]
     done = {row.method for row in rows if row.target == settings.name}
     total = sum(map(len, requests.values())) * len(todo)
@@ -118,19 +128,32 @@ def run_vllm_bench(
         if method in done:
             continue
         progress.update("bench", finished, total, f"starting vLLM: {method}")
-        with _served(settings, method, out / f"{settings.name}-{method}.log") as url:
+        with _served(settings, method, out / f"{label}-{method}.log") as url:
             new = asyncio.run(_measure(settings, method, requests, url, progress, finished, total))
             if method == "plain":
                 gaps = asyncio.run(_gaps(settings, requests, url))
-                (out / f"{settings.name}-gaps.json").write_text(json.dumps(gaps), "utf-8")
-        _compare(new, [row for row in rows if row.target == settings.name and row.method == "plain"] or new,
-                 json.loads((out / f"{settings.name}-gaps.json").read_text("utf-8")))  # fmt: skip
+                (out / f"{label}-gaps.json").write_bytes(msgspec.json.encode(gaps))
+        known = msgspec.json.decode((out / f"{label}-gaps.json").read_bytes(), type=dict[str, Gaps])
+        _compare(new, [row for row in rows if row.target == settings.name and row.method == "plain"] or new, known)
         rows += new
         finished += len(new)
         with path.open("ab") as sink:
             sink.write(b"".join(msgspec.json.encode(row) + b"\n" for row in new))
     (out / "vllm.md").write_text(report(rows), "utf-8")
     return path
+
+
+def _check_same(
+    settings: VllmSettings, requests: Mapping[str, Sequence[BenchRequest]], rows: Sequence[VllmRow], out: Path
+) -> None:
+    """Raise UsageError where the folder's plain rows are not of the same requests."""
+    had = {row.request for row in rows if row.target == settings.name and row.method == "plain"}
+    wanted = {request.id for listed in requests.values() for request in listed}
+    if had and had != wanted:
+        raise UsageError(
+            f"{out} has {len(had)} requests of {settings.name}, these settings choose {len(wanted)} others; "
+            "give the same --benchmarks and --limit to go on with it, or another --out."
+        )
 
 
 def read_rows(path: Path) -> Iterator[VllmRow]:
@@ -259,11 +282,9 @@ async def _ask(
     return choice
 
 
-async def _gaps(
-    settings: VllmSettings, requests: Mapping[str, Sequence[BenchRequest]], url: str
-) -> dict[str, list[float]]:
-    """Return, for every request, the gap between plain vLLM's two best tokens at every place."""
-    gaps: dict[str, list[float]] = {}
+async def _gaps(settings: VllmSettings, requests: Mapping[str, Sequence[BenchRequest]], url: str) -> dict[str, Gaps]:
+    """Ask plain vLLM once more, with log-probabilities."""
+    gaps: dict[str, Gaps] = {}
     async with httpx.AsyncClient(timeout=START_LIMIT_S) as client:
         room = asyncio.Semaphore(4)
 
@@ -274,14 +295,15 @@ async def _gaps(
                 )
             places = choice["logprobs"]["content"]
             best = [[top["logprob"] for top in place["top_logprobs"]] for place in places]
-            gaps[request.id] = [round(two[0] - two[1], 4) if len(two) > 1 else 99.0 for two in best]
+            listed = [round(two[0] - two[1], 4) if len(two) > 1 else 99.0 for two in best]
+            gaps[request.id] = Gaps(choice["token_ids"], listed)
 
         await asyncio.gather(*(one(request) for listed in requests.values() for request in listed))
     return gaps
 
 
-def _compare(rows: Sequence[VllmRow], plain: Sequence[VllmRow], gaps: Mapping[str, Sequence[float]]) -> None:
-    """Mark the rows that differ from plain vLLM, with the gap at the first difference."""
+def _compare(rows: Sequence[VllmRow], plain: Sequence[VllmRow], gaps: Mapping[str, Gaps]) -> None:
+    """Mark the rows that differ from plain vLLM, with the gap at the first difference, where both plain runs agree."""
     expected = {row.request: row.output_ids for row in plain}
     for row in rows:
         right = expected[row.request]
@@ -289,8 +311,9 @@ def _compare(rows: Sequence[VllmRow], plain: Sequence[VllmRow], gaps: Mapping[st
         if not row.identical:
             pairs = enumerate(zip(row.output_ids, right, strict=False))
             at = next((place for place, (mine, other) in pairs if mine != other), min(len(row.output_ids), len(right)))
-            known = gaps.get(row.request, [])
-            row.gap = known[at] if at < len(known) else None
+            known = gaps.get(row.request)
+            if known is not None and at < len(known.gaps) and known.output_ids[:at] == right[:at]:
+                row.gap = known.gaps[at]
 
 
 # ---------------------------------------------------------------- report

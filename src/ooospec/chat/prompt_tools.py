@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from ooospec.chat.schema import prose_tools, read_tools
+from ooospec.chat.schema import read_tools
 from ooospec.core import Tool
 from ooospec.errors import ToolsError
 
 _OBJECT = re.compile(r'\{\s*"(?:type|name|function)"\s*:')
-MAX_TRIES = 2000
-"""Objects that are looked at."""
+MAX_TRIES, MAX_CHARS = 2000, 500_000
+"""Objects and characters that are looked at."""
 
 
 def tools_in_prompt(prompt: str) -> tuple[Tool, ...]:
-    """Return the functions that a prompt describes: JSON objects as chat templates write them, or API-Bank's prose.
+    """Return the functions that a prompt describes as JSON objects, as chat templates write them.
 
-    Each function once, in the order of the prompt; objects that only call a function are none.
+    Each function once, in the order of the prompt; objects that only call a function are none. Linear in the prompt.
     """
     decoder, found, at = json.JSONDecoder(), dict[str, Tool](), 0
-    for match in _OBJECT.finditer(prompt):
-        if match.start() < at or len(found) > MAX_TRIES:
+    for match in itertools.islice(_OBJECT.finditer(prompt[:MAX_CHARS]), MAX_TRIES):
+        if match.start() < at:
             continue
         try:
             value, at = decoder.raw_decode(prompt, match.start())
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError as error:
+            at = error.pos
             continue
+        except (ValueError, RecursionError):
+            break
         function = value.get("function", value)
         if _describes(function):
             try:
@@ -36,7 +40,7 @@ def tools_in_prompt(prompt: str) -> tuple[Tool, ...]:
             except ToolsError:
                 continue
             found.setdefault(tool.name, tool)
-    return tuple(found.values()) or prose_tools(prompt)
+    return tuple(found.values())
 
 
 def _describes(function: Any) -> bool:

@@ -185,10 +185,8 @@ def openai_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 _PROSE_START = re.compile(r"use the following tools:\s*\n")
 _PROSE_END = "\n\n**Only generate"
 _PROSE_ENTRY = re.compile(r"^(?=\d+\. )", re.MULTILINE)
-_PROSE_TOOL = re.compile(
-    r"\d+\. (?:Name: )?(?P<name>[\w.\-]+)(?:\nDescription: |: )(?P<text>.*?)\nParameters: (?P<parameters>\{.*\})\s*",
-    re.DOTALL,
-)
+_PROSE_HEAD = re.compile(r"\d+\. (?:Name: )?([\w.\-]+)(?:\nDescription: |: )")
+_PROSE_PARAMETERS = "\nParameters: "
 
 
 def prose_tools(system: str) -> tuple[Tool, ...]:
@@ -199,13 +197,14 @@ def prose_tools(system: str) -> tuple[Tool, ...]:
     end = system.find(_PROSE_END, start.end())
     tools = []
     for entry in _PROSE_ENTRY.split(system[start.end() : end if end >= 0 else len(system)]):
-        match = _PROSE_TOOL.fullmatch(entry)
-        if match is None:
+        head = _PROSE_HEAD.match(entry)
+        text, found, written = entry.rstrip().rpartition(_PROSE_PARAMETERS)
+        if head is None or not found or head.end() > len(text) or not (written[:1] == "{" and written[-1] == "}"):
             continue
         try:
-            parameters = ast.literal_eval(match["parameters"])
+            parameters = ast.literal_eval(written)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         schema = {"type": "object", "properties": parameters, "required": list(parameters)}
-        tools.append(Tool(match["name"], match["text"].strip(), _slots(schema)))
+        tools.append(Tool(head[1], text[head.end() :].strip(), _slots(schema)))
     return tuple(tools)

@@ -11,8 +11,9 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,15 +28,18 @@ from ooospec.chat.style import StyleBook, ValueBook
 from ooospec.core import BONUS, Commit, DecodeContext, Draft, Hint, Proposer, Tool
 from ooospec.memory import Memory
 from ooospec.proposers.calls import CallProposer
-from ooospec.proposers.lookup import PromptLookup
 from ooospec.proposers.retrieval import Retrieval, RetrievalMemory
 from ooospec.tree import best_chain
 
 logger = logging.getLogger("ooospec.integrations")
 Tokens = NDArray[np.int32]
-MAX_PARKED = 64
-"""Requests kept after they left the batch, as they may have been preempted."""
-STATE_SIZE = 1024
+MAX_PARKED_TOKENS = 100_000
+"""Tokens of requests kept after they left the batch, as they may have been preempted."""
+MAX_UNSEEN = 256
+"""Tokens that a row may have gone on by while no drafts were asked for."""
+VAIN_ROUNDS, VAIN_STRIDE = 8, 4
+"""After so many rounds in a row without an accepted token, a row is drafted for only every few rounds."""
+STATE_SIZE = 2**10
 STATE_TOKENS = 512
 """Prompt tokens, counted from the end, whose counts stand for the prompt where no hidden state is at hand."""
 
@@ -62,6 +66,8 @@ class Situation:
     reasons: bool
     """Its answers may begin with a reasoning block."""
     name: str = "target"
+    vocabulary: int = 1 << 30
+    """Ids from here on are never drafted."""
 
 
 class StepCost:
@@ -91,16 +97,41 @@ class StepCost:
         return lambda tokens: base + token * tokens
 
 
+class _LateHint:
+    """The hint of a request that may be named only after its first token was drafted for."""
+
+    def __init__(self, source: HintSource | None, key: bytes) -> None:
+        self._source, self._key = source, key
+        self.tools: tuple[Tool, ...] = ()
+        self._poll: Callable[[], Hint | None] | None = None
+
+    def found(self) -> bool:
+        """Look for the request until it is known; tell whether it is."""
+        if self._poll is None and self._source is not None:
+            known = self._source.find(self._key)
+            if known is not None:
+                self.tools, self._poll = known
+        return self._poll is not None
+
+    def poll(self) -> Hint | None:
+        """Return the hint as it stands."""
+        return self._poll() if self.found() and self._poll is not None else None
+
+
 @dataclass(eq=False)
 class _Row:
     """One request."""
 
     tokens: Tokens
     """Its prompt and everything committed."""
-    prompt_length: int
-    context: DecodeContext
-    output: list[int]
-    proposers: list[Proposer]
+    context: DecodeContext | None = None
+    """None = it cannot be drafted for."""
+    output: list[int] = field(default_factory=list)
+    """What it has written, up to an end token."""
+    proposers: list[Proposer] = field(default_factory=list)
+    hint: _LateHint | None = None
+    vain: int = 0
+    """Rounds with drafts since a drafted token was accepted."""
     drafted: list[tuple[int, str]] = field(default_factory=list)
     offered: list[Draft] = field(default_factory=list)
     rounds: int = 0
@@ -142,7 +173,7 @@ class RowDrafter:
 
     def _propose(self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any) -> list[list[int]]:
         start, before, self._active = time.perf_counter(), self._active, [None] * len(sampled)
-        free = [row for row in before if row is not None]
+        free = {id(row): row for row in before if row is not None}
         steady = len(free) == len(before)
         drafts, verified = list[list[int]](), 0
         for index, new in enumerate(sampled):
@@ -150,34 +181,55 @@ class RowDrafter:
             if not new:
                 steady = False
             else:
-                length = int(lengths[index])
-                known = tokens[index, : length - len(new)]
-                try:
-                    row = self._find(before[index] if index < len(before) else None, free, known)
-                    steady = steady and row in before
-                    row = row or self._begin(known)
-                    self._commit(row, new)
-                    draft = self._draft(row, len(sampled))
-                    self._active[index] = row
-                except Exception:
-                    self._fault("a row")
+                whole = tokens[index, : int(lengths[index])]
+                row = self._find(before[index] if index < len(before) else None, free, whole, len(new))
+                steady = steady and row is not None and len(row.tokens) == len(whole) - len(new)
+                row, draft = self._advance(row, whole, len(new), len(sampled))
+                self._active[index] = row
             drafts.append(draft)
             verified += 1 + len(draft)
-        self._park([row for row in free if not any(row is active for active in self._active)])
+        self._park(free.values())
         if steady and self._last is not None:  # the step before verified only: it tells what verifying costs
             self.cost.observe(self._last[1], start - self._last[0])
         self._last = time.perf_counter(), verified
         return drafts
 
+    def _advance(self, row: _Row | None, whole: Tokens, new: int, rows: int) -> tuple[_Row, list[int]]:
+        """Take note of a row's new tokens and draft for it. One that cannot be drafted for stays known as such."""
+        try:
+            if row is None:
+                row = self._begin(whole[: len(whole) - new])
+            unseen = len(whole) - new - len(row.tokens)
+            if unseen:
+                self._commit(row, whole[len(row.tokens) : len(whole) - new].tolist(), drafted=False)
+                row.drafted, row.offered = [], []
+            self._commit(row, whole[len(whole) - new :].tolist())
+            return row, self._draft(row, rows)
+        except Exception:
+            self._fault("a row")
+            return _Row(np.array(whole, dtype=np.int32)), []
+
     # ------------------------------------------------------------------ rows
 
-    def _find(self, likely: _Row | None, free: list[_Row], known: Tokens) -> _Row | None:
-        """Return the request that these tokens are; it is taken out of those that are free."""
-        parked = [row for row in self._parked.values() if len(row.tokens) == len(known)]
-        order = [row for row in free if row is likely] + free + parked
-        found = next((r for r in order if len(r.tokens) == len(known) and np.array_equal(r.tokens, known)), None)
+    def _find(self, likely: _Row | None, free: dict[int, _Row], whole: Tokens, new: int) -> _Row | None:
+        """Return the request that these tokens go on with; it is taken out of those that are free.
+
+        Usually it ends where the new tokens begin. While drafts do not fit a batch (a row near the longest length), the
+        engine asks for none and rows go on unseen: then it may end earlier.
+        """
+        known = len(whole) - new
+
+        def fits(row: _Row, unseen: int = 0) -> bool:
+            length = len(row.tokens)
+            return 0 <= known - length <= unseen and np.array_equal(row.tokens, whole[:length])
+
+        found = likely if likely is not None and id(likely) in free and fits(likely) else None
+        found = found or next((row for row in (*free.values(), *self._parked.values()) if fits(row)), None)
+        if found is None:
+            behind = [row for row in free.values() if not row.ended and fits(row, MAX_UNSEEN)]
+            found = max(behind, key=lambda row: len(row.tokens), default=None)
         if found is not None:
-            free[:] = [row for row in free if row is not found]
+            free.pop(id(found), None)
             self._parked.pop(id(found), None)
         return found
 
@@ -185,63 +237,80 @@ class RowDrafter:
         """Start a request whose prompt is these tokens."""
         self._learn_from_parked()
         self.counts["requests"] += 1
-        situation, ids, output = self.situation, prompt.tolist(), list[int]()
+        situation, ids = self.situation, prompt.tolist()
         text = situation.codec.decode(ids)
-        named = self._hints.find(prompt_key(prompt)) if self._hints is not None else None
-        self.counts["named"] += named is not None
-        tools, poll = named if named is not None else (tools_in_prompt(text), None)
-        call_format = detect_format(text)[0].name if prose_tools(text) else situation.call_format
+        tools = tools_in_prompt(text)
+        call_format = situation.call_format
+        if not tools and (prose := prose_tools(text)):
+            tools, call_format = prose, detect_format(text)[0].name
         thinking = text.rstrip().endswith("<think>")
         reasons = situation.reasons and not thinking and not text.rstrip().endswith("</think>")
-        context = DecodeContext(
-            situation.codec, ids, output, tools, f"{situation.name}/{call_format}", call_format, thinking, reasons
+        hint = _LateHint(self._hints, prompt_key(prompt))
+        row = _Row(np.array(prompt, dtype=np.int32), hint=hint)
+        row.context = DecodeContext(
+            situation.codec, ids, row.output, tools, f"{situation.name}/{call_format}", call_format, thinking, reasons
         )
         memory = self._memory or Memory()
-        proposers: list[Proposer] = [
-            CallProposer(memory.part(StyleBook), poll, memory.part(ValueBook)),
+        row.proposers = [
+            CallProposer(memory.part(StyleBook), hint.poll, memory.part(ValueBook)),
             Retrieval(memory.part(RetrievalMemory)),
-            PromptLookup(),
         ]
-        for proposer in proposers:
-            proposer.begin(context)
-        return _Row(np.array(prompt, dtype=np.int32), len(ids), context, output, proposers)
+        for proposer in row.proposers:
+            proposer.begin(row.context)
+        return row
 
-    def _commit(self, row: _Row, new: Sequence[int]) -> None:
-        """Take note of what the target wrote."""
-        sources = list[str]()
-        for depth, token in enumerate(new):
-            drafted = row.drafted[depth] if depth < len(row.drafted) else None
-            right = drafted is not None and drafted[0] == token and len(sources) == depth
-            sources.append(drafted[1] if right and drafted is not None else BONUS)
-        for source in sources:
-            if source != BONUS:
-                self.counts[f"accepted_{source}"] += 1
-        self._calibrator.observe(row.offered, new)
+    def _commit(self, row: _Row, new: Sequence[int], drafted: bool = True) -> None:
+        """Take note of what the target wrote; tokens behind an end token are not its output."""
         row.tokens = np.concatenate([row.tokens, np.asarray(new, dtype=np.int32)])
-        row.output.extend(int(token) for token in new)
-        state = _state_of(row.tokens[: row.prompt_length]) if row.rounds == 0 else None
-        commit = Commit(
-            tuple(row.output[-len(new) :]), tuple(sources), row.rounds, len(row.drafted), prompt_state=state
-        )
+        if row.ended or row.context is None:
+            return
+        ends = self.situation.codec.eos_ids
+        size = next((depth + 1 for depth, token in enumerate(new) if token in ends), len(new))
+        written, chain = tuple(new[:size]), row.drafted if drafted else []
+        pairs = zip(chain, written, strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+        sources = (*(source for _, source in chain[:right]), *[BONUS] * (size - right))
+        for source in sources[:right]:
+            self.counts[f"accepted_{source}"] += 1
+        row.vain = 0 if right else row.vain + bool(chain)
+        if drafted:
+            self._calibrator.observe(row.offered, written)
+        state = _state_of(np.asarray(row.context.prompt_ids, dtype=np.int64)) if row.rounds == 0 else None
+        row.output.extend(written)
+        commit = Commit(written, sources, row.rounds, len(chain), prompt_state=state)
         row.rounds += 1
         for proposer in row.proposers:
             proposer.observe(commit)
-        if any(int(token) in self.situation.codec.eos_ids for token in new):
+        if size < len(new) or written[-1] in ends:
             self._end(row)
 
     def _draft(self, row: _Row, rows: int) -> list[int]:
         """Choose the chain to verify next."""
         row.drafted, row.offered = [], []
         room = min(self.max_tokens, self.max_length - len(row.tokens) - 1)
-        if row.ended or room < 1:
+        if row.ended or row.context is None or room < 1:
             return []
-        offered = [draft for proposer in row.proposers for draft in proposer.propose()]
-        row.offered = [self._calibrator.calibrate(draft) for draft in offered]
-        row.drafted = best_chain(row.offered, room, self.cost.of(rows), self.situation.codec.vocab_size)
-        self.counts["drafted"] += len(row.drafted)
         self.counts["rounds"] += 1
+        self._look_for_hint(row)
+        if row.vain < VAIN_ROUNDS or row.rounds % VAIN_STRIDE == 0:
+            offered = [draft for proposer in row.proposers for draft in proposer.propose()]
+            row.offered = [self._calibrator.calibrate(draft) for draft in offered]
+            vocabulary = min(self.situation.codec.vocab_size, self.situation.vocabulary)
+            row.drafted = best_chain(row.offered, room, self.cost.of(rows), vocabulary)
+        self.counts["drafted"] += len(row.drafted)
         self.counts["rounds_without_draft"] += not row.drafted
         return [token for token, _ in row.drafted]
+
+    def _look_for_hint(self, row: _Row) -> None:
+        """See whether the request has been named by now; take its tools where its prompt showed none."""
+        if row.hint is None or row.hint.tools or not row.hint.found() or row.context is None:
+            return
+        self.counts["named"] += 1
+        if not row.context.tools:
+            row.context = replace(row.context, tools=row.hint.tools)
+            calls = next(proposer for proposer in row.proposers if isinstance(proposer, CallProposer))
+            calls.begin(row.context)
+            calls.observe(Commit(tuple(row.output), (BONUS,) * len(row.output), 0, 0))
 
     def _end(self, row: _Row) -> None:
         """Finish a request; what it taught stays."""
@@ -250,12 +319,12 @@ class RowDrafter:
             if not (row.learned and isinstance(proposer, CallProposer)):
                 proposer.end()
 
-    def _park(self, rows: list[_Row]) -> None:
+    def _park(self, rows: Iterable[_Row]) -> None:
         """Keep requests that left the batch without an end token: a limit, a stop text, or they may come back."""
         for row in rows:
-            if not row.ended:
+            if not row.ended and row.context is not None:
                 self._parked[id(row)] = row
-        while len(self._parked) > MAX_PARKED:
+        while sum(len(row.tokens) for row in self._parked.values()) > MAX_PARKED_TOKENS:
             self._end(self._parked.popitem(last=False)[1])
 
     def _learn_from_parked(self) -> None:
@@ -271,7 +340,7 @@ class RowDrafter:
             logger.exception("a fault while drafting for %s; the engine goes on (others are only counted)", where)
 
 
-def _state_of(prompt: Tokens) -> NDArray[np.float32]:
+def _state_of(prompt: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return a vector that is alike for alike prompts: hashed counts of the last tokens. [STATE_SIZE]"""
-    last = prompt[-STATE_TOKENS:].astype(np.int64) * 2654435761 % 2**32 % STATE_SIZE
+    last = (prompt[-STATE_TOKENS:].astype(np.int64) * 2654435761 % 2**32) >> 22  # Fibonacci hashing
     return np.sqrt(np.bincount(last, minlength=STATE_SIZE)).astype(np.float32)

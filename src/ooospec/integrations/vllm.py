@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -39,12 +40,13 @@ ADDRESS_VARIABLE, DEFAULT_ADDRESS = "OOOSPEC_SIDECAR", "tcp://127.0.0.1:7777"
 MEMORY_VARIABLE, STATS_VARIABLE = "OOOSPEC_MEMORY", "OOOSPEC_STATS"
 TESTED = (Version("0.32.0"), Version("0.33.0"))
 """vLLM versions from the first to before the second."""
-RETRY_SECONDS, REPORT_SECONDS = 5.0, 10.0
+FIRST_WAIT_SECONDS, RETRY_SECONDS, REPORT_SECONDS = 0.3, 60.0, 10.0
 KEPT_WAVES = 256
 TOKENIZE_FIELDS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-    "chat_template", "chat_template_kwargs", "mm_processor_kwargs",
+    "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs",
 )  # fmt: skip
+TEMPLATE_FIELDS = ("reasoning_effort", "documents")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
@@ -57,7 +59,7 @@ def sidecar_address() -> str | None:
 
 
 class _Connection:
-    """A client of the sidecar that is tried again while there is none."""
+    """A client of the sidecar, which may come, go and come again; nothing waits for it after the start."""
 
     def __init__(self, made: Callable[[SidecarClient], None] | None = None) -> None:
         self._address, self._made = sidecar_address(), made
@@ -65,16 +67,19 @@ class _Connection:
         self._retry_at = 0.0
 
     def get(self) -> SidecarClient | None:
-        """Return the client, without waiting for a sidecar that is not there."""
+        """Return the client; None where there is none to have."""
         if self._client is None and self._address is not None and time.monotonic() >= self._retry_at:
             first, self._retry_at = not self._retry_at, time.monotonic() + RETRY_SECONDS
             try:
-                self._client = SidecarClient(self._address)
-                if self._made is not None:
-                    self._made(self._client)
-            except OooSpecError as error:
+                self._client = SidecarClient(self._address, patient=False)
+            except OooSpecError as error:  # no such address
                 if first:
-                    logger.warning("No hints: %s Trying again every %.0f s.", error, RETRY_SECONDS)
+                    logger.warning("No hints: %s", error)
+                return None
+            if not self._client.greet(FIRST_WAIT_SECONDS):
+                logger.warning("No sidecar at %s yet: no hints until `ooospec sidecar` runs there.", self._address)
+            if self._made is not None:
+                self._made(self._client)
         return self._client
 
     def close(self) -> None:
@@ -94,6 +99,12 @@ class _Hints:
         self._connection = _Connection(SidecarClient.subscribe)
         self._connection.get()
 
+    def drain(self) -> None:
+        """Read what has come, so that nothing is lost for want of room."""
+        client = self._connection.get()
+        if client is not None:
+            client.receive()
+
     def find(self, key: bytes) -> tuple[tuple[Tool, ...], Callable[[], Hint | None]] | None:
         """Return the tools of the request and a way to poll its hint; None for one that was not named."""
         client = self._connection.get()
@@ -104,7 +115,7 @@ class _Hints:
 class OooSpecProposer:
     """What vLLM's `custom_class` hook instantiates in every worker; `propose` never raises.
 
-    Drafts of the output rank are the ones that the scheduler hands to all ranks, so ranks cannot disagree.
+    The scheduler takes the drafts of one rank and hands them to all, so ranks cannot disagree; others draft nothing.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -116,10 +127,20 @@ class OooSpecProposer:
                 f"{model.model} keeps a recurrent state (Mamba or linear attention), which vLLM does not roll back for "
                 "drafts of varying length; OoO-Spec does not run with it. Serve it without --speculative-config."
             )
+        parallel = vllm_config.parallel_config
+        if parallel.distributed_executor_backend == "external_launcher":
+            raise UsageError(
+                "With the external_launcher backend every rank schedules by itself: all would have to draft the same "
+                "at the same time; hints come when they come. Use another backend, or leave out --speculative-config."
+            )
         self.max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
-        situation = read_situation(model.tokenizer, model.model, bool(model.trust_remote_code))
+        situation = read_situation(model)
         remember = os.environ.get(MEMORY_VARIABLE, "1") != "0"
-        self.drafter = RowDrafter(situation, self.max_tokens, int(model.max_model_len), _Hints(), remember)
+        self._hints = _Hints()
+        self.drafter = RowDrafter(situation, self.max_tokens, int(model.max_model_len), self._hints, remember)
+        self._drafts = parallel.rank % parallel.tensor_parallel_size == 0
+        """Whether the scheduler takes this rank's drafts."""
+        self._replica = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
         self._report_at, self._reported = time.monotonic() + REPORT_SECONDS, ""
         atexit.register(self._report)
 
@@ -128,6 +149,9 @@ class OooSpecProposer:
         slot_mappings: Any = None,
     ) -> list[list[int]]:  # fmt: skip
         """Return the draft of every row: at most `num_speculative_tokens` ids each, [] where nothing pays."""
+        if not self._drafts:
+            return [[] for _ in sampled_token_ids]
+        self._hints.drain()
         drafts = self.drafter.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         if time.monotonic() > self._report_at:
             self._report()
@@ -147,7 +171,9 @@ class OooSpecProposer:
         path = os.environ.get(STATS_VARIABLE)
         if path:
             try:
-                Path(path).write_text(text + "\n", "utf-8")
+                temporary = Path(f"{path}{self._replica}.tmp")
+                temporary.write_text(text + "\n", "utf-8")
+                temporary.replace(f"{path}{self._replica}")
             except OSError as error:
                 logger.warning("%s=%s cannot be written: %s", STATS_VARIABLE, path, error)
 
@@ -169,34 +195,37 @@ def check_version(found: str) -> None:
         )
 
 
-def read_situation(tokenizer_name: str, model: str, trust_remote_code: bool = False) -> Situation:
-    """Load the target's tokenizer and read its call format. Raises UsageError for a tokenizer without fast form."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, trust_remote_code=trust_remote_code)
+def read_situation(model: Any) -> Situation:
+    """Load the target's tokenizer and read its call format (vLLM's ModelConfig). Raises UsageError for a slow one."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=bool(model.trust_remote_code)
+    )
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise UsageError(f"The tokenizer of {tokenizer_name} has no fast form; OoO-Spec needs one.")
+        raise UsageError(f"The tokenizer of {model.tokenizer} has no fast form; OoO-Spec needs one.")
     try:
-        ended = GenerationConfig.from_pretrained(model).eos_token_id
+        ended = GenerationConfig.from_pretrained(model.model, revision=model.revision).eos_token_id
     except OSError:
         ended = None
     ended = tokenizer.eos_token_id if ended is None else ended
-    ids = list(ended) if isinstance(ended, list | tuple) else [int(ended)]
+    ids = list(ended) if isinstance(ended, list | tuple) else [] if ended is None else [int(ended)]
     call_format, _ = template_format(tokenizer)
     reasons = "<think>" in str(tokenizer.chat_template or "")
-    return Situation(TextCodec(tokenizer.backend_tokenizer, ids), call_format.name, reasons, Path(model).name)
+    codec = TextCodec(tokenizer.backend_tokenizer, ids)
+    return Situation(codec, call_format.name, reasons, Path(model.model).name, int(model.get_vocab_size()))
 
 
 # ---------------------------------------------------------------- the front end's side
 
 
 class Announcer:
-    """Submits waves and names them; holds the last ones so that none is cancelled early."""
+    """Submits waves and names them."""
 
     def __init__(self) -> None:
         self._connection = _Connection()
-        self._waves: list[Mailbox] = []
+        self._connection.get()
 
     def submit(self, messages: Any, tools: Any) -> Mailbox | None:
-        """Start the wave of a chat request; None for one without tools, or while there is no sidecar."""
+        """Start the wave of a chat request; None for one without tools, or without a sidecar to have."""
         client = self._connection.get()
         if client is None:
             return None
@@ -206,15 +235,7 @@ class Announcer:
             return None  # vLLM says what is wrong with it
         if not known:
             return None
-        mailbox = client.submit(known, [(str(m["role"]), plain_text(m)) for m in said])
-        self._waves.append(mailbox)
-        if len(self._waves) > KEPT_WAVES:
-            self._waves.pop(0).close()
-        return mailbox
-
-    def close(self) -> None:
-        """End the connection."""
-        self._connection.close()
+        return client.submit(known, [(str(m["role"]), plain_text(m)) for m in said])
 
     def name(self, mailbox: Mailbox, prompt_ids: Sequence[int]) -> None:
         """Tell the workers whose wave it is."""
@@ -223,35 +244,44 @@ class Announcer:
             client.name(mailbox, prompt_key(prompt_ids))
             client.receive()
 
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
 
 _offline: Announcer | None = None
+_announced: deque[Mailbox] = deque()
 
 
 def announce(tokenizer: Any, messages: Any, tools: Any = None, **template: Any) -> bool:
     """Start the wave of a request that `LLM.chat` gets next, with the same messages and tools.
 
     `tokenizer` = `llm.get_tokenizer()`; `template` = further arguments of its chat template. False where there is
-    nothing to start: no tools, or no sidecar. Without it `LLM.chat` drafts from the tools in the prompt alone.
+    nothing to start: no tools, or no sidecar. Of requests that are not answered yet the last 256 keep their hints.
+    Without it `LLM.chat` drafts from the tools in the prompt alone.
     """
     global _offline
     _offline = _offline or Announcer()
     mailbox = _offline.submit(list(messages), tools)
-    if mailbox is None:
+    if mailbox is None or mailbox.hint.failed:
         return False
+    _announced.append(mailbox)
+    if len(_announced) > KEPT_WAVES:
+        _announced.popleft().close()
     ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=True, **template)
     _offline.name(mailbox, ids["input_ids"] if isinstance(ids, Mapping) else ids)
     return True
 
 
 class OooSpecMiddleware:
-    """ASGI middleware for `vllm serve --middleware`: reads chat requests on their way in, changes nothing."""
+    """ASGI middleware for `vllm serve --middleware`: reads chat requests along with the server, changes nothing."""
 
     def __init__(self, app: App) -> None:
         self.app, self._announcer = app, Announcer()
         self._running: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass a request on; for a chat request, once its body is there, start the wave first."""
+        """Pass a request on; start its wave the moment the server has read the body of a chat request."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             self._announcer.close()
@@ -259,35 +289,50 @@ class OooSpecMiddleware:
         if scope["type"] != "http" or scope.get("method") != "POST" or not scope["path"].endswith("/chat/completions"):
             await self.app(scope, receive, send)
             return
-        messages = [await receive()]
-        while messages[-1].get("more_body"):
-            messages.append(await receive())
+        body, mailbox = bytearray(), None
+
+        async def read() -> MutableMapping[str, Any]:
+            nonlocal mailbox
+            message = await receive()
+            if message["type"] == "http.request":
+                body.extend(message.get("body", b""))
+                if not message.get("more_body"):
+                    mailbox = self._start(scope, bytes(body))
+            return message
+
         try:
-            self._start(scope, b"".join(message.get("body", b"") for message in messages))
-        except Exception:
-            logger.exception("a request could not be read; it goes on without hints")
+            await self.app(scope, read, send)
+        finally:
+            if mailbox is not None:
+                mailbox.close()  # a wave that still runs is of no use any more
 
-        async def replayed() -> MutableMapping[str, Any]:
-            return messages.pop(0) if messages else await receive()
-
-        await self.app(scope, replayed, send)
-
-    def _start(self, scope: MutableMapping[str, Any], body: bytes) -> None:
+    def _start(self, scope: MutableMapping[str, Any], body: bytes) -> Mailbox | None:
+        """Submit the wave of a chat request; None where there is none to submit. Never raises."""
         try:
             asked = msgspec.json.decode(body)
+            if not isinstance(asked, dict) or asked.get("tool_choice") == "none":
+                return None
+            mailbox = self._announcer.submit(asked.get("messages"), asked.get("tools"))
         except msgspec.DecodeError:
-            return  # vLLM says what is wrong with it
-        if not isinstance(asked, dict) or asked.get("tool_choice") == "none":
-            return
-        mailbox = self._announcer.submit(asked.get("messages"), asked.get("tools"))
+            return None  # vLLM says what is wrong with it
+        except Exception:
+            logger.exception("a request could not be read; it goes on without hints")
+            return None
         if mailbox is not None:
             task = asyncio.ensure_future(self._name(scope, asked, mailbox))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+        return mailbox
 
     async def _name(self, scope: MutableMapping[str, Any], asked: Mapping[str, Any], mailbox: Mailbox) -> None:
         """Have the server itself tokenize the request as it will for decoding, through its own route."""
-        sent = msgspec.json.encode({name: asked[name] for name in TOKENIZE_FIELDS if name in asked})
+        known = {name: asked[name] for name in TOKENIZE_FIELDS if name in asked}
+        more = {name: asked[name] for name in TEMPLATE_FIELDS if asked.get(name) is not None}
+        if "reasoning_effort" in more:
+            more.setdefault("enable_thinking", more["reasoning_effort"] != "none")
+        if more:  # what chat requests hand to the template by fields of their own
+            known["chat_template_kwargs"] = {**more, **(asked.get("chat_template_kwargs") or {})}
+        sent = msgspec.json.encode(known)
         path = scope["path"].removesuffix("/v1/chat/completions") + "/tokenize"
         headers = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
         inner = {

@@ -33,6 +33,7 @@ from ooospec.server.worker import AllDone, Failed, Item, Job, Worker
 logger = logging.getLogger("ooospec.server")
 KEPT_FOR_INSPECTOR = 50
 INSPECT_HEADER = "x-ooospec-inspect"
+TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ class _State:
     settings: ServerSettings
     metrics: Metrics
     worker: Worker
-    tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_FOR_INSPECTOR))
 
@@ -73,7 +73,7 @@ def create_app(decoder: Decoder, settings: ServerSettings, tracing: Tracing | No
         if tracing is not None:
             tracing.observe(kind, value)
 
-    state = _State(decoder, settings, metrics, Worker(decoder, settings.max_queue, observe), tracing)
+    state = _State(decoder, settings, metrics, Worker(decoder, settings.max_queue, observe))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -291,7 +291,7 @@ def _job(
         return decoder.request(which, tools, salt=salt, memory=memory, prediction=prediction, clock=arrived, **chosen)
 
     loop, limit, arrived = asyncio.get_running_loop(), state.settings.time_limit_s, time.perf_counter()
-    trace = dict(request.headers) if state.tracing else {}
+    trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
     return Job(make, choices, key, salt, loop, limit, arrived=arrived, trace=trace)
 
 

@@ -6,7 +6,7 @@ never holds messages, arguments or text.
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,9 @@ from ooospec.server.worker import Job
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+
+
+logger = logging.getLogger("ooospec.server")
 
 
 class Tracing:
@@ -32,14 +35,15 @@ class Tracing:
     @classmethod
     def to(cls, endpoint: str, model: str) -> Tracing:
         """Send spans to an OTLP/HTTP endpoint, such as http://127.0.0.1:4318/v1/traces. Raises UsageError."""
-        if importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is None:
-            raise UsageError("--otlp-traces-endpoint needs OpenTelemetry; install the extra: ooo-spec[otel].")
         if not endpoint.startswith(("http://", "https://")):
             raise UsageError(f"--otlp-traces-endpoint must be an http:// or https:// URL; got {endpoint!r}.")
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError:
+            raise UsageError("--otlp-traces-endpoint needs OpenTelemetry; install the extra: ooo-spec[otel].") from None
 
         provider = TracerProvider(resource=Resource.create({"service.name": "ooospec"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
@@ -47,8 +51,12 @@ class Tracing:
 
     def observe(self, kind: str, value: Any) -> None:
         """Take a report of the worker; only answers are traced."""
-        if kind == "result":
+        if kind != "result":
+            return
+        try:
             self._record(*value)
+        except Exception:  # an answer must not fail because its trace does
+            logger.exception("a request could not be traced")
 
     def close(self) -> None:
         """Send what is left."""
@@ -68,7 +76,8 @@ class Tracing:
             "llm_request", self._read(job.trace), SpanKind.SERVER, _attributes(self._model, job, result, queued),
             start_time=at(0),
         )  # fmt: skip
-        parts = [("prefill", queued, result.prefill_ms), ("decode", result.prefill_ms, result.total_ms)]
+        begun = max(queued, result.rounds[0].start_ms)
+        parts = [("prefill", begun, result.prefill_ms), ("decode", result.prefill_ms, result.total_ms)]
         hint = result.hint
         if hint is not None and hint.ready_ms is not None:
             ended = hint.complete_ms if hint.complete_ms is not None else result.total_ms

@@ -43,6 +43,8 @@ HANG_SECONDS = 60.0
 WAVE_SECONDS = 20.0
 """After this long a wave no longer counts as working; its answers still do if they come."""
 RESUBSCRIBE_SECONDS = 5.0
+MAX_UNREAD = 10_000
+"""Messages that wait to be read; newer ones are lost."""
 MAX_FOLLOWED = 512
 """Requests of other clients that a subscriber remembers."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 300.0
@@ -123,13 +125,16 @@ class Mailbox:
 class SidecarClient:
     """A connection to one sidecar, shared by the requests of one engine."""
 
-    def __init__(self, address: str | None = None, process: SidecarProcess | None = None) -> None:
-        self._process = process
+    def __init__(self, address: str | None = None, process: SidecarProcess | None = None, patient: bool = True) -> None:
+        """Connect. `patient` = make sure that something listens there, and keep messages for it; otherwise return at
+        once, and what cannot be sent is dropped. Raises SidecarError.
+        """
+        self._process, self._patient = process, patient
         self._number = 0
         self._mailboxes: dict[int, Mailbox] = {}
         self._subscribed, self._subscribed_at = False, 0.0
         self._announced: OrderedDict[bytes, Mailbox] = OrderedDict()
-        self._followed: dict[int, Mailbox] = {}
+        self._followed: OrderedDict[int, Mailbox] = OrderedDict()
         self.warnings: Counter[str] = Counter()
         self.model = ""
         self.trusted = True
@@ -141,10 +146,12 @@ class SidecarClient:
         self._connect()
 
     def _connect(self) -> None:
-        if self._process is None:
+        if self._process is None and self._patient:
             _knock(self._address)
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
+        socket.setsockopt(zmq.IMMEDIATE, 0 if self._patient else 1)
         try:
             socket.connect(self._address)
         except zmq.ZMQError as error:
@@ -154,6 +161,15 @@ class SidecarClient:
             ) from error
         self._socket = socket
         self._send(Hello())
+
+    def greet(self, timeout_s: float) -> bool:
+        """Wait until a message can be sent, at most so long; tell whether it can."""
+        end = time.monotonic() + timeout_s
+        while not self._send(Hello()):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+        return True
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait, before any request, until the sidecar answers. Raises SidecarError when it does not."""
@@ -193,7 +209,8 @@ class SidecarClient:
 
         A client that subscribes submits nothing itself.
         """
-        self._subscribed, self._subscribed_at = self._send(Subscribe()), time.monotonic()
+        self._send(Subscribe())
+        self._subscribed, self._subscribed_at = True, time.monotonic()
 
     def announced(self, key: bytes) -> Mailbox | None:
         """Return the mailbox of a request that another client named, if it is known here."""
@@ -256,8 +273,9 @@ class SidecarClient:
         mailbox = Mailbox(self, message.request, tuple(tool_of(signature) for signature in message.tools))
         self._announced[message.key], self._followed[message.request] = mailbox, mailbox
         self._announced.move_to_end(message.key)
+        self._followed.move_to_end(message.request)
         if len(self._followed) > MAX_FOLLOWED:
-            del self._followed[min(self._followed)]
+            self._followed.popitem(last=False)
         if len(self._announced) > MAX_FOLLOWED:
             self._announced.popitem(last=False)
 

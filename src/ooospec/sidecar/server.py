@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -33,6 +34,7 @@ from ooospec.sidecar.protocol import (
     SlotValue,
     Submit,
     Subscribe,
+    ToolSignature,
     Welcome,
 )
 
@@ -55,7 +57,7 @@ Answer = Function | SlotValue | Done
 class _Record:
     """What was asked and answered, for subscribers that are told of it later."""
 
-    request: Submit
+    tools: tuple[ToolSignature, ...]
     answers: list[Answer] = field(default_factory=list)
     number: int = 0
     """Number under which subscribers know it; 0 = it has no name yet."""
@@ -77,7 +79,8 @@ class SidecarServer:
         self._job: _Job | None = None
         self._records: OrderedDict[tuple[bytes, int], _Record] = OrderedDict()
         self._subscribers: OrderedDict[bytes, None] = OrderedDict()
-        self._named = 0
+        self._named = secrets.randbits(48)
+        """Number of the last named request; begins at random, so that a sidecar that was started again repeats none."""
         self.bad_messages = 0
 
     def serve(self) -> None:
@@ -108,11 +111,12 @@ class SidecarServer:
             self._send(client, Welcome(self.model))
         elif isinstance(message, Submit):
             self._queue.append((client, message))
-            self._records[client, message.request] = _Record(message)
+            self._records[client, message.request] = _Record(message.tools)
             if len(self._records) > MAX_RECORDS:
                 self._records.popitem(last=False)
         elif isinstance(message, Subscribe):
             self._subscribers[client] = None
+            self._subscribers.move_to_end(client)
             if len(self._subscribers) > MAX_SUBSCRIBERS:
                 self._subscribers.popitem(last=False)
         elif isinstance(message, Name):
@@ -127,7 +131,7 @@ class SidecarServer:
             return
         self._named += 1
         record.number = self._named
-        self._pass_on(Announce(record.number, message.key, record.request.tools))
+        self._pass_on(Announce(record.number, message.key, record.tools))
         for answer in record.answers:
             self._pass_on(msgspec.structs.replace(answer, request=record.number))
 
@@ -145,7 +149,10 @@ class SidecarServer:
                 self._pass_on(msgspec.structs.replace(answer, request=record.number))
 
     def _cancel(self, client: bytes, message: Cancel) -> None:
-        self._queue = deque(entry for entry in self._queue if (entry[0], entry[1].request) != (client, message.request))
+        waiting = [entry for entry in self._queue if (entry[0], entry[1].request) != (client, message.request)]
+        if len(waiting) < len(self._queue):
+            self._queue = deque(waiting)
+            self._answer(client, Done(message.request, error="cancelled"))
         if self._job is not None and (self._job.client, self._job.request.request) == (client, message.request):
             self._finish(self._job, "cancelled")
 
