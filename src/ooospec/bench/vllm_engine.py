@@ -116,8 +116,7 @@ def run_vllm_bench(
     settings: VllmSettings, requests: Mapping[str, Sequence[BenchRequest]], out: Path, progress: Progress
 ) -> Path:
     """Measure every method that `out` has no rows of yet; returns the file of the rows. Raises UsageError."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UsageError("This needs vLLM in the same environment; see docs/vllm.md (`make venv-vllm`).")
+    _check_installed()
     out.mkdir(parents=True, exist_ok=True)
     path = out / "vllm.jsonl"
     rows, label = list(read_rows(path)), re.sub(r"[^\w.-]+", "_", settings.name)
@@ -143,6 +142,11 @@ def run_vllm_bench(
             sink.write(b"".join(msgspec.json.encode(row) + b"\n" for row in new))
     (out / "vllm.md").write_text(report(rows), "utf-8")
     return path
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError("This needs vLLM in the same environment; see docs/vllm.md (`make venv-vllm`).")
 
 
 def _check_same(

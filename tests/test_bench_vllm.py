@@ -1,0 +1,131 @@
+"""bench-vllm against a stub of vLLM's server: what is asked, compared, kept and reported."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from typer.testing import CliRunner
+
+from ooospec.bench import vllm_engine
+from ooospec.bench.datasets import BenchRequest
+from ooospec.bench.vllm_engine import VllmSettings, read_rows, run_vllm_bench, speculative_config
+from ooospec.cli import app
+from ooospec.errors import UsageError
+from ooospec.models.progress import Silent
+
+REQUESTS = {"demo": [BenchRequest(f"r{n}", ({"role": "user", "content": str(n)},), None) for n in range(6)]}
+DELAY_S = {"plain": 0.06, "ngram": 0.04, "ooo": 0.01}
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Servers that answer with three tokens; ngram writes another third one for r1 and another second one for r2."""
+    asked, running = [], []
+
+    def answer(method, body):
+        number = body["messages"][0]["content"]
+        ids = [1, 2, 3]
+        if method == "ngram" and number in "12":
+            ids = [1, 2, 9] if number == "1" else [1, 8, 3]
+        places = [{"top_logprobs": [{"logprob": -0.1}, {"logprob": -0.1 - gap}]} for gap in (5.0, 4.0, 0.2)]
+        return {"token_ids": ids, "finish_reason": "stop", "message": {}, "logprobs": {"content": places}}
+
+    @contextlib.contextmanager
+    def served(settings, method, log):
+        async def chat(request: Request):
+            body = await request.json()
+            asked.append((method, body))
+            time.sleep(DELAY_S[method])
+            return JSONResponse({"choices": [answer(method, body)]})
+
+        routes = [Route("/v1/chat/completions", chat, methods=["POST"])]
+        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="error"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        running.append(method)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+        server.should_exit = True
+        thread.join()
+
+    monkeypatch.setattr(vllm_engine, "_served", served)
+    monkeypatch.setattr(vllm_engine, "_check_installed", lambda: None)
+    return asked, running
+
+
+def settings(*methods, name="org/model", concurrency=(1, 2)):
+    return VllmSettings(
+        model="/m", name=name, sidecar=(), draft=None, methods=methods, concurrency=concurrency, max_new_tokens=7
+    )
+
+
+def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
+    asked, running = stub
+    path = run_vllm_bench(settings("plain", "ngram", "ooo"), REQUESTS, tmp_path, Silent())
+    rows = list(read_rows(path))
+    assert running == ["plain", "ngram", "ooo"] and len(rows) == 18
+    timed = [body for method, body in asked if method == "ooo" and body["messages"][0]["content"].isdecimal()]
+    assert len(timed) == 6 and all(b["temperature"] == 0 and b["max_tokens"] == 7 for b in timed)
+    assert {(r.request, r.concurrency) for r in rows if r.method == "plain"} == {
+        (f"r{n}", 1 if n % 2 == 0 else 2) for n in range(6)
+    }
+    assert {(r.request, r.gap) for r in rows if not r.identical} == {("r1", 0.2), ("r2", 4.0)}
+    text = (tmp_path / "vllm.md").read_text()
+    assert "## org/model" in text and "- ngram: 4 of 6; 2 others, 1 of them near-ties (gaps 0.200, 4.000)" in text
+    assert "- ooo: 6 of 6\n" in text
+    line = next(line for line in text.splitlines() if line.startswith("| demo | 1 | 3 |"))
+    assert "**" in line.split("|")[-2]  # the last column, ooo, is the fastest
+    before = path.read_bytes()
+    assert run_vllm_bench(settings("plain", "ngram", "ooo"), REQUESTS, tmp_path, Silent()).read_bytes() == before
+    assert len(running) == 3
+
+
+def test_a_folder_of_other_requests_is_not_gone_on_with(stub, tmp_path):
+    run_vllm_bench(settings("plain"), {"demo": REQUESTS["demo"][:4]}, tmp_path, Silent())
+    with pytest.raises(UsageError, match="has 4 requests of org/model, these settings choose 6"):
+        run_vllm_bench(settings("plain", "ooo"), REQUESTS, tmp_path, Silent())
+    run_vllm_bench(settings("plain", "ooo"), {"demo": REQUESTS["demo"][:4]}, tmp_path, Silent())
+    assert [row.method for row in read_rows(tmp_path / "vllm.jsonl")] == ["plain"] * 4 + ["ooo"] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "ooo"], "must contain plain"),
+        (["--methods", "plain,eagle"], "--methods takes plain, ngram"),
+        (["--methods", "plain,draft_model"], "needs --draft MODEL"),
+        (["--concurrency", "1,x"], "--concurrency takes whole numbers"),
+        (["--concurrency", "0"], "numbers from 1"),
+    ],
+)
+def test_wrong_settings_are_told_in_a_line(arguments, words, monkeypatch, tmp_path, folder_of_tiny):
+    monkeypatch.setattr("ooospec.bench.datasets.load_benchmark", lambda name, data: [])
+    monkeypatch.setattr("ooospec.bench.datasets.suite", lambda suite, name, listed: listed)
+    options = ["--out", str(tmp_path), "--target", str(folder_of_tiny), "--benchmarks", "bfcl"]
+    result = CliRunner().invoke(app, ["bench-vllm", *options, *arguments])
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
+
+
+def test_a_server_that_does_not_start_says_its_last_words(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_engine, "SERVER", "no.such.module")
+    started = vllm_engine._served(settings("plain"), "plain", tmp_path / "plain.log")
+    with pytest.raises(UsageError, match=r"vLLM did not start; see .*plain.log.*No module named"), started:
+        pass
+
+
+def test_configurations_are_those_of_vllm():
+    chosen = VllmSettings(
+        model="m", name="m", sidecar=(), draft="d", methods=("plain",), concurrency=(1,), num_speculative_tokens=12
+    )
+    assert speculative_config(chosen, "plain") is None
+    assert speculative_config(chosen, "draft_model")["model"] == "d"
+    assert speculative_config(chosen, "ooo") == {
+        "method": "custom_class", "model": "ooospec.integrations.vllm.OooSpecProposer", "num_speculative_tokens": 12
+    }  # fmt: skip
