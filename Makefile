@@ -22,7 +22,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
 
 structural: $(VENV)/.installed
-	PYTHONPATH=tests $(BIN)/python tests/structural.py $(DATA) docs/results/*/rows.jsonl.gz
+	PYTHONPATH=tests $(BIN)/python tests/structural.py $(ARGS) $(DATA) docs/results/*/rows.jsonl.gz
 
 load: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python tests/load.py $(COUNT)

@@ -1,4 +1,5 @@
-"""How much of a call's structure is drafted when its meaning is right: `make structural DATA=FOLDER`.
+"""How much of a call's structure is drafted when its meaning is right: `make structural DATA=FOLDER`, or with
+every value wrong: `make structural DATA=FOLDER ARGS=--wrong`.
 
 Takes what real targets wrote by plain decoding (rows of `ooospec bench`), lets a scripted target write it again with
 the target's own tokenizer, and gives the drafter the right function and values as its hint. A token counts as missed
@@ -34,6 +35,7 @@ from ooospec.verify import Greedy
 from scripted import ScriptedTarget
 
 MAX_TOKENS = 512
+WRONG = "--wrong" in sys.argv
 
 
 class Watched(ScriptedTarget):
@@ -55,7 +57,8 @@ class Watched(ScriptedTarget):
 
 
 def right_hint(tools, name, arguments) -> Hint:
-    """Return the hint that a sidecar which is right in all would give."""
+    """Return the hint that a sidecar which is right in all would give; with WRONG, in all but the values."""
+    arguments = dict.fromkeys(arguments, "zzz") if WRONG else arguments
     slots = {
         (name, slot.name): SlotHint(name, slot.name, arguments.get(slot.name), slot.name in arguments, 0.99)
         for tool in tools if tool.name == name for slot in tool.slots
@@ -123,4 +126,5 @@ def main(data: Path, files: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    files = [name for name in sys.argv[1:] if name != "--wrong"]
+    main(Path(files[0]), [Path(name) for name in files[1:]])

@@ -40,7 +40,8 @@ ADDRESS_VARIABLE, DEFAULT_ADDRESS = "OOOSPEC_SIDECAR", "tcp://127.0.0.1:7777"
 MEMORY_VARIABLE, STATS_VARIABLE = "OOOSPEC_MEMORY", "OOOSPEC_STATS"
 TESTED = (Version("0.32.0"), Version("0.33.0"))
 """vLLM versions from the first to before the second."""
-FIRST_WAIT_SECONDS, RETRY_SECONDS, REPORT_SECONDS = 0.3, 60.0, 10.0
+FIRST_WAIT_SECONDS, RETRY_SECONDS = 0.3, 60.0
+REPORT_SECONDS, LOG_SECONDS = 1.0, 10.0
 KEPT_WAVES = 256
 TOKENIZE_FIELDS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
@@ -141,7 +142,8 @@ class OooSpecProposer:
         self._drafts = parallel.rank % parallel.tensor_parallel_size == 0
         """Whether the scheduler takes this rank's drafts."""
         self._replica = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-        self._report_at, self._reported = time.monotonic() + REPORT_SECONDS, ""
+        self._report_at = self._log_at = 0.0
+        self._reported = ""
         atexit.register(self._report)
 
     def propose(
@@ -162,13 +164,15 @@ class OooSpecProposer:
 
     def _report(self) -> None:
         """Log the counts when they changed, and write them to the file that OOOSPEC_STATS names."""
-        self._report_at = time.monotonic() + REPORT_SECONDS
-        text = json.dumps(dict(sorted(self.drafter.counts.items())))
-        if text == self._reported or not self.drafter.counts:
+        now = time.monotonic()
+        self._report_at = now + REPORT_SECONDS
+        text, path = json.dumps(dict(sorted(self.drafter.counts.items()))), os.environ.get(STATS_VARIABLE)
+        if text == self._reported:
             return
         self._reported = text
-        logger.info("OoO-Spec: %s", text)
-        path = os.environ.get(STATS_VARIABLE)
+        if now >= self._log_at:
+            self._log_at = now + LOG_SECONDS
+            logger.info("OoO-Spec: %s", text)
         if path:
             try:
                 temporary = Path(f"{path}{self._replica}.tmp")
