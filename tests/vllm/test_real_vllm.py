@@ -119,7 +119,7 @@ def test_rows_that_are_preempted_come_back_as_themselves(settings, plain, tmp_pa
     log = tmp_path / "small.log"
     small = replace(settings, extra=SMALL_CACHE, max_model_len=1024)
     with _served(small, "ooo", log) as url:
-        rows = asyncio.run(_measure(small, "ooo", {"demo": asked()[6:18]}, url, Silent(), 0, 12))
+        rows = asyncio.run(_measure(small, "ooo", {"demo": asked()[6:12]}, url, Silent(), 0, 6))
         metrics = httpx.get(url.removesuffix("/v1") + "/metrics").text
     check(rows, plain)
     preempted = [float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines()
