@@ -110,8 +110,9 @@ class Load:
     def _kill(self) -> None:
         pid = self.decoder._client._process.pid
         if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-            self.report.kills += 1
+            with contextlib.suppress(ProcessLookupError):  # killed before and not started again yet
+                os.kill(pid, signal.SIGKILL)
+                self.report.kills += 1
 
 
 def run_load(total: int, connections: int, kill_every: int, sidecar: Path) -> Report:

@@ -350,7 +350,7 @@ def report(rows: Sequence[VllmRow]) -> str:
             of = [row for row in mine if row.method == name]
             other = [row for row in of if not row.identical]
             ties = sum(row.gap is not None and row.gap <= TIE_GAP for row in other)
-            gaps = ", ".join(f"{row.gap:.3f}" for row in other if row.gap is not None)
+            gaps = ", ".join(f"{gap:.3f}" for gap in sorted(row.gap for row in other if row.gap is not None))
             text = f"; {len(other)} others, {ties} of them near-ties (gaps {gaps})" if other else ""
             lines.append(f"- {name}: {len(of) - len(other)} of {len(of)}{text}")
         lines.append("")
