@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -16,7 +17,15 @@ from starlette.routing import Route
 from conftest import WEATHER
 from ooospec.errors import UsageError
 from ooospec.integrations.rows import RowDrafter, Situation, prompt_key
-from ooospec.integrations.vllm import ADDRESS_VARIABLE, OooSpecMiddleware, _Connection, _Hints, announce, check_version
+from ooospec.integrations.vllm import (
+    ADDRESS_VARIABLE,
+    OooSpecMiddleware,
+    OooSpecProposer,
+    _Connection,
+    _Hints,
+    announce,
+    check_version,
+)
 from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.protocol import Function, SlotValue
 from ooospec.sidecar.server import SidecarServer, bind
@@ -280,3 +289,45 @@ def test_other_versions_of_vllm_are_refused(found):
         check_version(found)
     check_version("0.32.0")
     check_version("0.32.1+cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "words"),
+    [
+        ({"is_hybrid": True}, {}, "keeps a recurrent state"),
+        ({"is_attention_free": True}, {}, "keeps a recurrent state"),
+        ({}, {"distributed_executor_backend": "external_launcher"}, "every rank schedules by itself"),
+    ],
+)
+def test_targets_and_backends_that_cannot_be_right_are_refused_at_start(monkeypatch, model, parallel, words):
+    """A hybrid target's state is not rolled back; ranks that schedule for themselves could draft differently."""
+    monkeypatch.setattr("ooospec.integrations.vllm.version_of_vllm", lambda: "0.32.0")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**{"model": "m", "is_hybrid": False, "is_attention_free": False, **model}),
+        parallel_config=SimpleNamespace(**{"distributed_executor_backend": "mp", **parallel}),
+    )
+    with pytest.raises(UsageError, match=words):
+        OooSpecProposer(config)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_drafts_and_nothing_it_is_given_can_raise(monkeypatch, folder_of_tiny, rank):
+    monkeypatch.setattr("ooospec.integrations.vllm.version_of_vllm", lambda: "0.32.0")
+    monkeypatch.setenv(ADDRESS_VARIABLE, "none")
+    path = str(folder_of_tiny)
+    model = SimpleNamespace(
+        model=path, tokenizer=path, tokenizer_revision=None, revision=None, trust_remote_code=False,
+        is_hybrid=False, is_attention_free=False, max_model_len=512, get_vocab_size=lambda: 300,
+    )  # fmt: skip
+    parallel = SimpleNamespace(
+        distributed_executor_backend="mp", rank=rank, tensor_parallel_size=2, data_parallel_size=1
+    )
+    config = SimpleNamespace(
+        model_config=model, parallel_config=parallel, speculative_config=SimpleNamespace(num_speculative_tokens=8)
+    )
+    proposer = OooSpecProposer(config)
+    row = np.array([[5, 6, 7, 5, 6, 7, 5, 6]], dtype=np.int32)
+    (draft,) = proposer.propose([[6]], np.array([8]), row)
+    assert len(draft) <= 8 and (rank == 0 or draft == [])
+    assert proposer.propose([[1], []], None, None) == [[], []]
+    assert bool(proposer.drafter.counts["faults"]) == (rank == 0)
