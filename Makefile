@@ -22,6 +22,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
 
 structural: $(VENV)/.installed
+	$(if $(DATA),,$(error DATA is not set: make structural DATA=FOLDER, the folder of docs/benchmarks.md))
 	PYTHONPATH=tests $(BIN)/python tests/structural.py $(ARGS) $(DATA) docs/results/*/rows.jsonl.gz
 
 load: $(VENV)/.installed

@@ -58,7 +58,7 @@ class Load:
 
     def __init__(self, url: str, decoder: Decoder, total: int, kill_every: int) -> None:
         self.url, self.decoder, self.total, self.kill_every = url, decoder, total, kill_every
-        self.report, self._lock, self._done = Report(), threading.Lock(), 0
+        self.report, self._lock, self._done, self._due = Report(), threading.Lock(), 0, 0
 
     def ask(self, number: int, client: httpx.Client) -> None:
         """Send one request, read it whole or go away, and take note."""
@@ -79,8 +79,9 @@ class Load:
             self.report.answered += not leave
             if outcome is not None and outcome != expected(key):
                 self.report.wrong.append(f"{number} {key}: {outcome}")
-            if self._done % self.kill_every == 0 and self._done < self.total:
-                self._kill()
+            self._due += self._done % self.kill_every == 0 and self._done < self.total
+            if self._due and self._kill():
+                self._due -= 1
             if self._done in (100, self.total):
                 self.report.rss[self._done] = psutil.Process().memory_info().rss
 
@@ -107,12 +108,14 @@ class Load:
                         calls[call["index"]] = calls.get(call["index"], "") + call["function"].get("arguments", "")
         return content, [calls[index] for index in sorted(calls)]
 
-    def _kill(self) -> None:
-        pid = self.decoder._client._process.pid
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # killed before and not started again yet
-                os.kill(pid, signal.SIGKILL)
-                self.report.kills += 1
+    def _kill(self) -> bool:
+        """Kill the sidecar; False while the one killed before has not been started again."""
+        process = self.decoder._client._process
+        if process.pid is None or not process.alive():
+            return False
+        os.kill(process.pid, signal.SIGKILL)
+        self.report.kills += 1
+        return True
 
 
 def run_load(total: int, connections: int, kill_every: int, sidecar: Path) -> Report:

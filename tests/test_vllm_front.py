@@ -29,6 +29,7 @@ from ooospec.integrations.vllm import (
 from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.protocol import Function, SlotValue
 from ooospec.sidecar.server import SidecarServer, bind
+from test_sidecar import wait_for
 
 MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
 PROMPT = [5, 6, 7, 8]
@@ -82,13 +83,6 @@ def sidecar(monkeypatch):
     yield predictor
     ended.set()
     thread.join()
-
-
-def wait_for(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.005)
-    return found
 
 
 def app_with(seen, tokenize=None, hold=None):
