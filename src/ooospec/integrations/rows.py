@@ -342,5 +342,5 @@ class RowDrafter:
 
 def _state_of(prompt: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return a vector that is alike for alike prompts: hashed counts of the last tokens. [STATE_SIZE]"""
-    last = (prompt[-STATE_TOKENS:].astype(np.int64) * 2654435761 % 2**32) >> 22  # Fibonacci hashing
+    last = (prompt[-STATE_TOKENS:] * 2654435761 % 2**32) >> 22  # Fibonacci hashing
     return np.sqrt(np.bincount(last, minlength=STATE_SIZE)).astype(np.float32)
