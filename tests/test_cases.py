@@ -113,6 +113,13 @@ def test_names_of_every_kind():
     assert answer(FORMATS["hermes"], hermes("n" * 64, {}), range(200), tools=long)[2] == [("n" * 64, "{}")]
 
 
+def test_both_ways_in_which_phi_writes_calls():
+    calls = '[{"name": "note", "arguments": {"text": "x"}}, {"name": "ping", "arguments": {}}]'
+    for text in (f"<|tool_call|>{calls}<|/tool_call|>", f"functools{calls}"):
+        check("phi", text, [("note", '{"text": "x"}'), ("ping", "{}")])
+    check("phi", "functools are a module", [], content="functools are a module")
+
+
 def test_calls_without_arguments():
     check("hermes", hermes("ping", {}), [("ping", "{}")])
     check("pythonic", "[ping()]", [("ping", "{}")])

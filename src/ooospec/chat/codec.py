@@ -10,8 +10,10 @@ from ooospec.errors import UsageError
 
 MAX_HELD_TOKENS = 8
 """Tokens that may wait for the rest of a character."""
-TAIL_SIZES = (8, 3, 1)
-"""Committed tokens re-encoded together with a continuation, tried in order."""
+TAIL_SIZES = ((8, 3), (3, 2), (1, 1))
+"""Committed tokens re-encoded together with a continuation, how many of them must come out as they are; in order."""
+ANCHOR = "\n"
+"""Stands before a text that is encoded by itself: a tokenizer may put a space before what it takes for a start."""
 
 
 class TextCodec:
@@ -24,6 +26,8 @@ class TextCodec:
         self.eos_id = eos_ids[0]
         """The id that usually ends an answer."""
         self.eos_ids = frozenset(eos_ids)
+        self._anchor = self.encode(ANCHOR)[-1:]
+        self._anchor_text = self.decode(self._anchor)
 
     @property
     def vocab_size(self) -> int:
@@ -44,12 +48,16 @@ class TextCodec:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def decode_inside(self, ids: Sequence[int]) -> str:
+        """Decode ids as they read inside a text: some tokenizers drop a space with which a text begins."""
+        return self.decode([*self._anchor, *ids])[len(self._anchor_text) :]
+
     def token_texts(self) -> list[str]:
-        """Decode every id by itself. [V]"""
+        """Decode every id by itself, as it reads inside a text. [V]"""
         texts: list[str] = self._tokenizer.decode_batch(
-            [[i] for i in range(self.vocab_size)], skip_special_tokens=False
+            [[*self._anchor, i] for i in range(self.vocab_size)], skip_special_tokens=False
         )
-        return texts
+        return [text[len(self._anchor_text) :] for text in texts]
 
     def stream(self) -> TextStream:
         """Start an incremental decoder."""
@@ -61,15 +69,25 @@ class TextCodec:
         The end of the committed text is encoded together with the continuation, so that the ids are those of the
         whole text wherever the boundary between the two is one between tokens too.
         """
-        for size in TAIL_SIZES:
-            tail = list(committed[-size:])
-            before = self.decode(tail)
-            encoding = self._encode(before + text)
-            if encoding.ids[: len(tail)] == tail:
-                starts = [max(0, start - len(before)) for start, _ in encoding.offsets[len(tail) :]]
-                return encoding.ids[len(tail) :], starts
+        for size, same in TAIL_SIZES:
+            tail = committed[-size:]
+            found = self._encode_behind(self.decode(tail), list(tail[-same:]), text)
+            if found is not None:
+                return found
+        found = self._encode_behind(ANCHOR, self._anchor, text)
+        if found is not None:
+            return found
         encoding = self._encode(text)
         return encoding.ids, [start for start, _ in encoding.offsets]
+
+    def _encode_behind(self, before: str, last: list[int], text: str) -> tuple[list[int], list[int]] | None:
+        """Encode `before + text` for the ids of `text`; None if no token starts there behind the ids `last`."""
+        encoding = self._encode(before + text)
+        starts = [start - len(before) for start, _ in encoding.offsets]
+        at = next((i for i, start in enumerate(starts) if start >= 0), len(starts))
+        if encoding.ids[max(0, at - len(last)) : at] != last:
+            return None
+        return encoding.ids[at:], starts[at:]
 
 
 class TextStream:

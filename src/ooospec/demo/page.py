@@ -45,7 +45,7 @@ def _target_lane(name: str, result: Generation, scale: float, codec: TextCodec) 
     blocks = [_block(0, result.rounds[0].start_ms, scale, "prefill", "prefill")]
     for commit in result.rounds:
         drafted = next((source for source in commit.sources if source != "target"), "target")
-        text = codec.decode(commit.tokens)
+        text = codec.decode_inside(commit.tokens)
         title = f"round {commit.round}: {commit.drafted} drafted, {len(commit.tokens)} committed: {text}"
         blocks.append(_block(commit.start_ms, commit.start_ms + commit.verify_ms, scale, drafted, title))
     return f'<div class="lane"><span>{escape(name)}</span><div class="track">{"".join(blocks)}</div></div>'

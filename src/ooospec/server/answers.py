@@ -112,7 +112,7 @@ def chat_logprobs(codec: TextCodec, chances: Sequence[TokenChances]) -> dict[str
     """Write log-probabilities as chat completions do."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = codec.decode([token])
+        text = codec.decode_inside([token])
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
     return {
@@ -125,14 +125,14 @@ def chat_logprobs(codec: TextCodec, chances: Sequence[TokenChances]) -> dict[str
 
 def text_logprobs(codec: TextCodec, chances: Sequence[TokenChances], offset: int) -> dict[str, Any]:
     """Write log-probabilities as completions do."""
-    tokens, offsets = [codec.decode([c.token]) for c in chances], []
+    tokens, offsets = [codec.decode_inside([c.token]) for c in chances], []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
     return {
         "tokens": tokens,
         "token_logprobs": [max(c.logprob, -9999.0) for c in chances],
-        "top_logprobs": [{codec.decode([token]): value for token, value in c.likeliest} for c in chances],
+        "top_logprobs": [{codec.decode_inside([token]): value for token, value in c.likeliest} for c in chances],
         "text_offset": offsets,
     }
 
@@ -141,7 +141,7 @@ def source_runs(codec: TextCodec, commit: Commit) -> list[dict[str, Any]]:
     """Say which source each stretch of a commit's text came from, for the inspector."""
     runs: list[dict[str, Any]] = []
     for token, source in zip(commit.tokens, commit.sources, strict=True):
-        text = "" if token in codec.eos_ids else codec.decode([token])
+        text = "" if token in codec.eos_ids else codec.decode_inside([token])
         if runs and runs[-1]["source"] == source:
             runs[-1]["text"] += text
         else:

@@ -125,14 +125,15 @@ register_format(
 register_format(
     CallFormat(
         "phi",
-        "a JSON list in <|tool_call|> tags: Phi-4-mini",
+        "a JSON list in <|tool_call|> tags or after functools: Phi-4-mini",
         (("<|/tool_call|>",), ("<|tool_call|>", "<|/tool|>")),
         _objects,
-        lambda prompt: [object_style("<|tool_call|>[", "]<|/tool_call|>", ", ", "arguments")],
-        ("<|tool_call|>", "[", *OPENERS),
+        lambda prompt: [object_style("<|tool_call|>[", "]<|/tool_call|>", ", ", "arguments"),
+                        object_style("functools[", "]", ", ", "arguments")],
+        ("<|tool_call|>", "functools", "[", *OPENERS),
         ("<|/tool_call|>", "]", ",", *CLOSERS),
     )
-)
+)  # fmt: skip
 
 
 def _headed_style(opening: str, head: str, gap: str, end: str, closing: str) -> CallStyle:
