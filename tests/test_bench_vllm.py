@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from ooospec.bench import vllm_engine
+from ooospec.bench import vllm_engine, vllm_server
 from ooospec.bench.datasets import BenchRequest
-from ooospec.bench.vllm_engine import VllmSettings, read_rows, run_vllm_bench, speculative_config
+from ooospec.bench.vllm_engine import read_rows, run_vllm_bench
+from ooospec.bench.vllm_server import VllmSettings, speculative_config
 from ooospec.cli import app
 from ooospec.errors import UsageError
 from ooospec.models.progress import Silent
@@ -55,15 +56,16 @@ def stub(monkeypatch):
         server.should_exit = True
         thread.join()
 
-    monkeypatch.setattr(vllm_engine, "_served", served)
+    monkeypatch.setattr(vllm_engine, "served", served)
     monkeypatch.setattr(vllm_engine, "_check_installed", lambda: None)
     return asked, running
 
 
-def settings(*methods, name="org/model", concurrency=(1, 2)):
+def settings(*methods, name="org/model", concurrency=(1, 2), prefix="cold", cores=None):
     return VllmSettings(
-        model="/m", name=name, sidecar=(), draft=None, methods=methods, concurrency=concurrency, max_new_tokens=7
-    )
+        model="/m", name=name, sidecar=(), draft=None, methods=methods, concurrency=concurrency, max_new_tokens=7,
+        prefix=prefix, cores=cores,
+    )  # fmt: skip
 
 
 def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
@@ -78,7 +80,8 @@ def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
     }
     assert {(r.request, r.gap) for r in rows if not r.identical} == {("r1", 0.2), ("r2", 4.0)}
     text = (tmp_path / "vllm.md").read_text()
-    assert "## org/model" in text and "- ngram: 4 of 6; 2 others, 1 of them near-ties (gaps 0.200, 4.000)" in text
+    assert "## org/model, cold prefix, all cores shared\n" in text
+    assert "- ngram: 4 of 6; 2 others, 1 of them near-ties (gaps 0.200, 4.000)" in text
     assert "- ooo: 6 of 6\n" in text
     line = next(line for line in text.splitlines() if line.startswith("| demo | 1 | 3 |"))
     assert "**" in line.split("|")[-2]  # the last column, ooo, is the fastest
@@ -95,6 +98,34 @@ def test_a_folder_of_other_requests_is_not_gone_on_with(stub, tmp_path):
     assert [row.method for row in read_rows(tmp_path / "vllm.jsonl")] == ["plain"] * 4 + ["ooo"] * 4
 
 
+def test_a_warm_prefix_is_what_another_user_asked_with_the_same_tools_and_system_prompt(stub, tmp_path):
+    asked, _ = stub
+    said = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "1"})
+    run_vllm_bench(
+        settings("plain", prefix="warm"), {"demo": [BenchRequest("r1", said, ({"name": "f"},))]}, tmp_path, Silent()
+    )
+    before, timed = [body for _, body in asked if len(body["messages"]) == 2][:2]
+    assert before["messages"] == [said[0], vllm_engine.OTHER_USER] and before["max_tokens"] == 1
+    assert timed["messages"] == list(said) and before["tools"] == timed["tools"] != []
+    with pytest.raises(UsageError, match="measured with --prefix warm and --cores None, not with warm and 0"):
+        run_vllm_bench(settings("plain", prefix="warm", cores="0"), REQUESTS, tmp_path, Silent())
+
+
+def test_the_sidecar_gets_the_cores_that_vllm_does_not_use():
+    import os
+    import subprocess
+    import sys
+
+    mine = sorted(os.sched_getaffinity(0))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for cores, left in ((None, mine), (f"{mine[0]}-{mine[-1]}|{mine[0]}", mine), (str(mine[0]), mine[1:] or mine)):
+            vllm_server.keep_off(child.pid, cores)
+            assert sorted(os.sched_getaffinity(child.pid)) == left
+    finally:
+        child.communicate(b"\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -103,6 +134,8 @@ def test_a_folder_of_other_requests_is_not_gone_on_with(stub, tmp_path):
         (["--methods", "plain,draft_model"], "needs --draft MODEL"),
         (["--concurrency", "1,x"], "--concurrency takes whole numbers"),
         (["--concurrency", "0"], "numbers from 1"),
+        (["--methods", "plain", "--prefix", "hot"], "--prefix takes warm or cold; got 'hot'"),
+        (["--methods", "plain", "--cores", "a"], "--cores takes cores as in 0, 0-3 or 0-3|4-7; got 'a'"),
     ],
 )
 def test_wrong_settings_are_told_in_a_line(arguments, words, monkeypatch, tmp_path, folder_of_tiny):
@@ -114,8 +147,8 @@ def test_wrong_settings_are_told_in_a_line(arguments, words, monkeypatch, tmp_pa
 
 
 def test_a_server_that_does_not_start_says_its_last_words(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_engine, "SERVER", "no.such.module")
-    started = vllm_engine._served(settings("plain"), "plain", tmp_path / "plain.log")
+    monkeypatch.setattr(vllm_server, "SERVER", "no.such.module")
+    started = vllm_server.served(settings("plain"), "plain", tmp_path / "plain.log")
     with pytest.raises(UsageError, match=r"vLLM did not start; see .*plain.log.*No module named"), started:
         pass
 

@@ -287,6 +287,24 @@ def test_memory_and_prefix_are_kept_apart_by_key_and_salt(client, scripted_decod
     assert len(worker._memories) == 3
 
 
+def test_memories_are_bounded_in_bytes(scripted_decoder):
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny",)))) as client:
+        client.post("/v1/chat/completions", json=body(), headers={"authorization": "Bearer a"})
+        (_, one), *_ = client.app.state.ooospec.worker._memories.values()
+    assert one > 0
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny",), memory_bytes=int(2.5 * one)))) as client:
+        for key in "abacd":
+            answer = client.post("/v1/chat/completions", json=body(), headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        kept = [key.split("\n")[0] for key in client.app.state.ooospec.worker._memories]
+        text = client.get("/metrics").text
+    assert kept == ["Bearer c", "Bearer d"] and "ooospec:memories_dropped_total 2.0" in text
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny",), memory_bytes=0))) as client:
+        client.post("/v1/chat/completions", json=body())
+        assert not client.app.state.ooospec.worker._memories
+        assert "ooospec:memory_bytes 0.0" in client.get("/metrics").text
+
+
 def test_metrics_add_up(client):
     answers = [chat(client, content) for content in ("weather", "two", "hello")]
     text = client.get("/metrics").text

@@ -73,6 +73,11 @@ class Calibrator:
         right, seen = self._counts.get(kind, (0.0, 0.0))
         return right / seen if seen else None
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the counts take."""
+        return 200 * len(self._counts)
+
     def dump(self) -> bytes:
         """Write all counts."""
         return msgspec.msgpack.encode(self._counts)

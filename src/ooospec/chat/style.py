@@ -15,7 +15,9 @@ import msgspec
 
 from ooospec.chat.scanner import CallSpans, Scanner
 
-RECENT_KEPT = 200
+RECENT_KEPT, SLOTS_KEPT, SITUATIONS_KEPT = 200, 4096, 256
+MAX_VALUE = 2000
+"""Longer values are not remembered."""
 MAX_OPENING = 120
 """Longer text before a call is words or reasoning, not a habit."""
 LEARNED_KEPT = 4
@@ -134,12 +136,13 @@ def _learn_shape(text: str, call: CallSpans, shape: CallStyle) -> CallStyle:
 
 
 class ValueBook:
-    """Remember the values that a target gave each slot last, and each slot name under any tool."""
+    """Remember the values that a target gave each slot last, and each slot name under any tool; old slots go."""
 
     def __init__(self, kept: int = 3) -> None:
         self.kept = kept
         self._values: dict[str, list[str]] = {}
         self._recent: dict[str, None] = {}
+        self._nbytes = 0
 
     def recall(self, tool: str, slot: str) -> list[str]:
         """Return JSON texts, the last one first."""
@@ -159,13 +162,24 @@ class ValueBook:
                 if call.name is None or item.value is None or item.value.end is None:
                     continue
                 value = item.value.of(text)
+                if len(value) > MAX_VALUE:
+                    continue
                 self._recent.pop(value, None)
                 self._recent[value] = None
                 if len(self._recent) > RECENT_KEPT:
                     del self._recent[next(iter(self._recent))]
                 for key in (f"{call.name.of(text)}\n{item.key.of(text)}", f"\n{item.key.of(text)}"):
-                    seen = self._values.get(key, [])
+                    seen = self._values.pop(key, [])
                     self._values[key] = [value, *(other for other in seen if other != value)][: self.kept]
+                    self._nbytes += _size(key, self._values[key]) - _size(key, seen)
+                    if len(self._values) > SLOTS_KEPT:
+                        oldest = next(iter(self._values))
+                        self._nbytes -= _size(oldest, self._values.pop(oldest))
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the values take."""
+        return self._nbytes
 
     def dump(self) -> bytes:
         """Write all values."""
@@ -175,10 +189,16 @@ class ValueBook:
         """Read what `dump` wrote."""
         self._values, recent = msgspec.msgpack.decode(data, type=tuple[dict[str, list[str]], list[str]])
         self._recent = dict.fromkeys(recent)
+        self._nbytes = sum(_size(key, seen) for key, seen in self._values.items())
+
+
+def _size(key: str, values: Sequence[str]) -> int:
+    """About how many bytes a slot's values take; 0 for none."""
+    return sum(map(len, values)) + len(key) + 150 if values else 0
 
 
 class StyleBook:
-    """Remember, per situation, the styles seen last. Shared by all requests of a target."""
+    """Remember, per situation, the styles seen last. Shared by all requests of a target; old situations go."""
 
     def __init__(self) -> None:
         self._learned: dict[str, list[CallStyle]] = {}
@@ -201,7 +221,15 @@ class StyleBook:
 
     def learn(self, key: str, defaults: Sequence[CallStyle], scanner: Scanner) -> None:
         """Take note of a finished output."""
-        learned = self._learned.setdefault(key, [])
+        learned = self._learned.get(key, [])
         style = learn_style(scanner, learned[0] if learned else defaults[0])
         if style is not None:
+            self._learned.pop(key, None)
             self._learned[key] = [style, *(s for s in learned if s != style)][:LEARNED_KEPT]
+            if len(self._learned) > SITUATIONS_KEPT:
+                del self._learned[next(iter(self._learned))]
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the styles take."""
+        return 1500 * sum(map(len, self._learned.values()))

@@ -55,6 +55,11 @@ class SuccessorTable:
             grown[: len(self._rows)] = self._rows
             self._rows = grown
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self._rows.nbytes
+
     def successors(self, token: int) -> list[int]:
         """Return the successors of a token, best first; [] if it was never seen."""
         if not 0 <= token < len(self._rows) or self._rows[token, 0] < 0:

@@ -18,6 +18,8 @@ from ooospec.core import Commit, DecodeContext, Draft
 SUFFIXES = (7, 6, 5)
 LENGTHS = (32, 16, 8, 8)
 NEIGHBOURS = 10
+TOKEN_BYTES = 36
+"""A token in a list: a reference and a number."""
 FIRST_CHANCE = {7: 0.7, 6: 0.65, 5: 0.55}
 
 
@@ -28,15 +30,23 @@ class RetrievalMemory:
         self.capacity = capacity
         self._states: list[NDArray[np.float32]] = []
         self._outputs: list[list[int]] = []
+        self._nbytes = 0
 
     def __len__(self) -> int:
         return len(self._outputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states and the outputs."""
+        return self._nbytes
 
     def add(self, state: NDArray[np.float32], output: Sequence[int]) -> None:
         """Store one finished request; the oldest goes when the memory is full."""
         self._states.append(state / (np.linalg.norm(state) or 1.0))
         self._outputs.append(list(output))
+        self._nbytes += self._states[-1].nbytes + TOKEN_BYTES * len(output)
         if len(self._outputs) > self.capacity:
+            self._nbytes -= self._states[0].nbytes + TOKEN_BYTES * len(self._outputs[0])
             del self._states[0], self._outputs[0]
 
     def dump(self) -> bytes:

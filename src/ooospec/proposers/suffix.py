@@ -19,6 +19,8 @@ MAX_FACTOR = 1.0
 MIN_PROBABILITY = 0.1
 CAPACITY = 10_000
 """Earlier outputs kept."""
+NODE_BYTES = 1024
+"""What a token of an output may take in the trees: a node for each depth, where nothing is shared."""
 
 
 class SuffixMemory:
@@ -34,6 +36,12 @@ class SuffixMemory:
             ) from error
         self.cache: Any = module.SuffixDecodingCache(DEPTH, CAPACITY)
         self.outputs: list[list[int]] = []
+        self._tokens = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the outputs and, roughly, of their trees."""
+        return NODE_BYTES * self._tokens
 
     def dump(self) -> bytes:
         """Write the outputs."""
@@ -56,6 +64,7 @@ class SuffixMemory:
         """Close a request; its output stays."""
         self.cache.stop_request(number)
         self.outputs.append(output)
+        self._tokens += len(output)
 
 
 class SuffixDecoding:

@@ -46,6 +46,7 @@ class ServerSettings:
     max_queue: int = 64
     time_limit_s: float = 600.0
     max_body_bytes: int = 4 << 20
+    memory_bytes: int = 1 << 29
     inspector: bool = True
     otlp_traces_endpoint: str | None = None
 
@@ -73,7 +74,7 @@ def create_app(decoder: Decoder, settings: ServerSettings, tracing: Tracing | No
         if tracing is not None:
             tracing.observe(kind, value)
 
-    state = _State(decoder, settings, metrics, Worker(decoder, settings.max_queue, observe))
+    state = _State(decoder, settings, metrics, Worker(decoder, settings.max_queue, settings.memory_bytes, observe))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

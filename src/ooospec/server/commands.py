@@ -46,6 +46,11 @@ def serve(
         float, typer.Option(min=1, help="Seconds a request may take, waiting included.")
     ] = 600.0,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body.")] = 4 << 20,
+    memory_bytes: Annotated[
+        int, typer.Option(min=0, help="For what is remembered of earlier calls, all keys together; 0 = nothing.")
+    ] = 1 << 29,
+    prefix_cache_bytes: Annotated[int, typer.Option(min=0, help="For the KV cache of earlier prompts; 0 = none.")] = 1
+    << 30,
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="Send OpenTelemetry spans there, as in http://127.0.0.1:4318/v1/traces.")
     ] = None,
@@ -66,6 +71,7 @@ def serve(
     settings = read.read_settings(values)
     template = read.read_template(settings.chat_template)
     options = {name: values[name] for name in ("adapter", "dtype", "device", "placement")}
+    options["prefix_cache_bytes"] = settings.prefix_cache_bytes
     if speculation.get("num_speculative_tokens"):
         options["max_nodes"] = speculation["num_speculative_tokens"] + 1
     method = speculation.get("method", "ooo")

@@ -43,6 +43,8 @@ class ServeSettings:
     max_queue: int = 64
     request_timeout: float = 600.0
     max_body_bytes: int = 4 << 20
+    memory_bytes: int = 1 << 29
+    prefix_cache_bytes: int = 1 << 30
     ui: bool = True
     otlp_traces_endpoint: str | None = None
 
@@ -145,7 +147,7 @@ def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.sock
         decoder,
         ServerSettings(
             names, keys, settings.max_queue, settings.request_timeout, settings.max_body_bytes,
-            inspector=settings.ui, otlp_traces_endpoint=settings.otlp_traces_endpoint,
+            settings.memory_bytes, inspector=settings.ui, otlp_traces_endpoint=settings.otlp_traces_endpoint,
         ),
     )  # fmt: skip
     logging.getLogger("ooospec.server").info(

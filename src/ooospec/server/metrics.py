@@ -34,6 +34,7 @@ class Metrics:
         self.cached_tokens = Counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", **make)
         self.requests = Counter("vllm:request_success", "Requests answered.", ["finished_reason"], **make)
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests in the queue.", **make)
+        self.memory = Gauge("ooospec:memory_bytes", "What all memories of earlier calls take.", **make)
         self._counters = {
             "refused": Counter("ooospec:requests_refused", "Requests refused because the queue was full.", **make),
             "aborted": Counter("ooospec:requests_aborted", "Requests whose client went away.", **make),
@@ -66,6 +67,8 @@ class Metrics:
             self._result(value[1])
         elif kind == "waiting":
             self.waiting.set(value)
+        elif kind == "memory_bytes":
+            self.memory.set(value)
         else:
             self._counters[kind].inc(value)
 

@@ -23,8 +23,6 @@ from ooospec.server.errors import ApiError, as_api_error
 from ooospec.server.pipe import TextPipe
 
 logger = logging.getLogger("ooospec.server")
-MAX_MEMORIES = 16
-"""API keys and salts whose retrieval memory is kept; the one used longest ago is dropped first."""
 EXPECTED_S = 5.0
 """Time of a request before any was measured, for Retry-After."""
 
@@ -108,14 +106,17 @@ class Job:
 class Worker(threading.Thread):
     """Decodes one request at a time; queues of different keys take turns."""
 
-    def __init__(self, decoder: Decoder, max_queue: int, observe: Callable[[str, Any], None]) -> None:
-        """`observe(kind, value)` is told what happened, for metrics."""
+    def __init__(
+        self, decoder: Decoder, max_queue: int, memory_bytes: int, observe: Callable[[str, Any], None]
+    ) -> None:
+        """`memory_bytes` = for all memories together; `observe(kind, value)` is told what happened, for metrics."""
         super().__init__(name="ooospec-worker", daemon=True)
-        self.decoder, self.max_queue, self._observe = decoder, max_queue, observe
+        self.decoder, self.max_queue, self._memory_bytes, self._observe = decoder, max_queue, memory_bytes, observe
         self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._ending = False
-        self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._memories: OrderedDict[str, tuple[Memory, int]] = OrderedDict()
+        """By API key and salt, with the bytes after its last use; the one used longest ago is dropped first."""
         self._mean_s = EXPECTED_S
 
     # ------------------------------------------------------------------ from other threads
@@ -192,6 +193,7 @@ class Worker(threading.Thread):
         finally:
             if job.first is not None:
                 job.first.close()
+            self._bound_memories(job.salt)
             if job.aborted:
                 self._observe("aborted", 1)
             self._mean_s += 0.2 * (time.perf_counter() - start - self._mean_s)
@@ -246,9 +248,18 @@ class Worker(threading.Thread):
                             del self._queues[job.key]
 
     def _memory(self, key: str) -> Memory:
-        memory = self._memories.setdefault(key, Memory())
+        if key not in self._memories:
+            self._memories[key] = Memory(), 0
         self._memories.move_to_end(key)
-        if len(self._memories) > MAX_MEMORIES:
-            self._memories.popitem(last=False)
+        return self._memories[key][0]
+
+    def _bound_memories(self, used: str) -> None:
+        """Measure the memory that was used, and drop old ones while all together take too much."""
+        if used in self._memories:
+            memory = self._memories[used][0]
+            self._memories[used] = memory, memory.nbytes
+        total = sum(size for _, size in self._memories.values())
+        while total > self._memory_bytes:
+            total -= self._memories.popitem(last=False)[1][1]
             self._observe("memories_dropped", 1)
-        return memory
+        self._observe("memory_bytes", total)
