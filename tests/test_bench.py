@@ -310,6 +310,9 @@ def test_other_settings_need_another_folder(bench):
     with pytest.raises(UsageError, match=r"max_new_tokens: 12 -> 9.*another --out"):
         bench(limit=1, max_new_tokens=9)
     bench(limit=2)  # more of the same is welcome
+    bench(limit=3, device=None)  # the best one here, which it was
+    with pytest.raises(UsageError, match="device: cpu -> mps"):
+        bench(limit=3, device="mps")
 
 
 def test_requests_added_later_find_the_memories_of_the_first(bench):

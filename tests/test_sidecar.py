@@ -18,7 +18,7 @@ from ooospec.errors import SidecarError
 from ooospec.placement import Placement
 from ooospec.runtime import Decoder
 from ooospec.sidecar import protocol
-from ooospec.sidecar.client import SidecarClient, signature
+from ooospec.sidecar.client import Mailbox, SidecarClient, _Turns, signature
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, Turn, Welcome
 from ooospec.sidecar.server import SidecarServer, bind
@@ -56,6 +56,40 @@ def decoder(tiny_llama):
 
 
 MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
+
+
+def test_a_sidecar_that_was_waited_for_in_vain_gets_its_turn_again():
+    """On shared cores: fewer and fewer turns while they bring nothing, each one again as soon as an answer came."""
+
+    class Stub:
+        turns = _Turns()
+
+        def receive(self):
+            pass
+
+        cancel = release = lambda self, mailbox: None
+        answered_all_but = lambda self, mailbox: True  # noqa: E731
+
+    waited = []
+
+    def request(number, useful):
+        mailbox = Mailbox(Stub(), number, read_tools([{"name": "f"}]))
+
+        def wait(seconds):
+            waited.append(number)
+            if useful:
+                mailbox.put(Function(number, (0,), (90,)), 5)
+
+        mailbox.wait = wait
+        mailbox.take_turn(1.5)
+
+    for number in range(60):
+        request(number, useful=False)
+    assert waited == [0, 3, 8, 17, 34, 51]
+    waited.clear()
+    for number in range(60, 80):
+        request(number, useful=number != 70)
+    assert waited[0] == 68 and waited[1:] == [69, 70, *range(73, 80)]
 
 
 def reference(tiny_llama, tools):

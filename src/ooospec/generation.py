@@ -74,6 +74,10 @@ class Generation:
         """From the end of the first round to the last committed token."""
         return self.total_ms - self.prefill_ms
 
+    def decode_speedup(self, plain: Generation) -> float:
+        """Compare what is left of the times of both when plain decoding's prefill is taken off."""
+        return plain.decode_ms / max(1e-3, self.total_ms - plain.prefill_ms)
+
     @property
     def accepted_by_source(self) -> dict[str, int]:
         """Committed tokens by the proposer whose draft held them; `target` = bonus tokens."""

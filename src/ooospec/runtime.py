@@ -27,6 +27,7 @@ from ooospec.sidecar.adapter import AUTO, find_adapter
 from ooospec.sidecar.client import Mailbox, SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
+from ooospec.sidecar.quantize import load_sidecar
 from ooospec.target.cost import CostCurve, cached_cost, cost_key
 from ooospec.target.draft import DraftModel
 from ooospec.target.loading import LoadedModel, check_adapter, load_model, parse_device, parse_dtype
@@ -131,7 +132,10 @@ class Decoder:
         """Load the draft model; None for an `optional` one that does not fit the target."""
         if name == self.loaded.name and optional:
             return None
-        loaded = self._load(name, self.loaded.dtype, self.loaded.device, progress)
+        path = resolve_model(name, progress)
+        progress.update(f"load {name}", 0, 1)
+        loaded = load_sidecar(path, name, "auto", self.loaded.device, None)  # its precision changes no output either
+        progress.update(f"load {name}", 1, 1)
         try:
             return DraftModel(loaded, self.loaded)
         except UsageError:
@@ -225,7 +229,8 @@ class Decoder:
             and method_named(options.get("method") or self.default_method).hints
             and rendered[1].tools
         ):
-            mailbox = self._client.submit(rendered[1].tools, [(turn.role, turn.text) for turn in NEUTRAL_DIALOGUE])
+            said = [(turn.role, turn.text) for turn in NEUTRAL_DIALOGUE]
+            mailbox = self._client.submit(rendered[1].tools, said, fresh=True)
             mailbox.wait(READY_TIMEOUT_S)
             mailbox.close()
 

@@ -193,8 +193,11 @@ def _requests(settings: BenchSettings) -> dict[str, list[BenchRequest]]:
 
 
 def _check_same(results: Results, settings: BenchSettings, out: Path) -> None:
+    wanted = settings.fixed()
+    if settings.device is None:  # whatever is best here; the runs have what that was
+        del wanted["device"]
     for run in results.runs():
-        differing = settings_differ({k: run.settings.get(k) for k in settings.fixed()}, settings.fixed())
+        differing = settings_differ({name: run.settings.get(name) for name in wanted}, wanted)
         if differing:
             raise UsageError(
                 f"{out} holds results of other settings ({'; '.join(differing)}); give the same settings to go on with "

@@ -104,9 +104,9 @@ def _markdown(title: str, tables: Sequence[tuple[Condition, Sequence[Summary]]],
     lines = [f"# {title}", "", *(f"- {line}" for line in conditions_text(runs)), ""]
     lines += [
         "Total = ratio of summed total times, rate = ratio of mean tokens per second (the papers' formula), decode = "
-        "ratio of summed times after the first round, all over plain decoding (AR) of the same requests in the same "
-        "run. Half of the requests lie in the range given. Tokens per round count the bonus token. Host = everything "
-        "in the rounds that is not the target's pass.",
+        "ratio of what is left of the times when plain decoding's prefill is taken off both, all over plain decoding "
+        "(AR) of the same requests in the same run. Half of the requests lie in the range given. Tokens per round "
+        "count the bonus token. Host = everything in the rounds that is not the target's pass.",
         "",
     ]
     for condition, summaries in tables:

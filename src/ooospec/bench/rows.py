@@ -69,7 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     prefix: str
     memory: str
-    """cold, warm, or `-` for a method that remembers nothing."""
+    """cold, warm, or `-` for a method that remembers nothing but how often its drafts were right."""
     budget: str
     """measured, fixed, or `-` for a method that drafts nothing."""
     order: int
@@ -96,11 +96,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def group(self) -> tuple[str, str, str, str]:
         """Name the group of rows that were measured back to back."""
         return self.target, self.placement, self.benchmark, self.request
-
-    @property
-    def decode_ms(self) -> float:
-        """From the end of the first round to the last token."""
-        return self.total_ms - self.prefill_ms
 
     @property
     def verify_ms(self) -> float:

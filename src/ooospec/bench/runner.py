@@ -114,7 +114,7 @@ class Runner:
                 request.tools,
                 method=job.method,
                 prefix=job.prefix,
-                memory=memories[job] if job.memory == "warm" else Memory(),
+                memory=memories[job] if job.memory != "cold" else Memory(),
                 budget=job.budget if job.budget != "-" else None,
                 max_new_tokens=self.max_new_tokens,
             )

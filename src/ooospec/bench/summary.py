@@ -54,7 +54,7 @@ class Summary:
     rate_speedup: float
     """Ratio of mean tokens per second (the papers' formula)."""
     decode_speedup: float
-    """Ratio of summed decode times (after the first round)."""
+    """Ratio of the summed times that are left when plain decoding's prefill is taken off both."""
     spread: Spread
     """Quartiles of the ratio of total times over requests."""
     total_ms: float
@@ -114,7 +114,7 @@ def _summary(target: str, benchmark: str, method: str, rows: Sequence[Row], plai
     host = sum(row.host_ms for row in rows)
     in_rounds = sum(row.total_ms - row.rounds[0].start_ms for row in rows)
     ratios = [a.total_ms / row.total_ms for a, row in pairs]
-    decoding = [(a.decode_ms, row.decode_ms) for a, row in pairs]
+    decoding = [(a.total_ms - a.prefill_ms, row.total_ms - a.prefill_ms) for a, row in pairs]
     hints = [row.hint for row in rows if row.hint is not None]
     ready = [hint.ready_ms for hint in hints if hint.ready_ms is not None]
     fields: dict[str, tuple[int, int]] = {}

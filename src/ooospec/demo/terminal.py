@@ -59,7 +59,7 @@ def methods_table(comparison: Comparison) -> Table:
             f"{base.total_ms / result.total_ms:.2f}x",
             f"{result.prefill_ms / 1e3:.2f}s",
             f"{result.decode_ms / 1e3:.2f}s",
-            f"{base.decode_ms / max(result.decode_ms, 1e-3):.2f}x",
+            f"{result.decode_speedup(base):.2f}x",
             str(result.num_rounds),
             f"{result.acceptance_length:.2f}",
             style="bold" if method == "ooo" else "",

@@ -81,7 +81,9 @@ def _row(method: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
             sum(c.results["ar"].total_ms for c in comparisons) / sum(r.total_ms for r in results), 3
         ),
         "decode_speedup": round(
-            sum(c.results["ar"].decode_ms for c in comparisons) / max(1e-3, sum(r.decode_ms for r in results)), 3
+            sum(c.results["ar"].decode_ms for c in comparisons)
+            / max(1e-3, sum(c.results[method].total_ms - c.results["ar"].prefill_ms for c in comparisons)),
+            3,
         ),
         "hints_by_first_round": sum(hint.ready_round == 0 for hint in hints),
         "mean_payload_bytes": round(sum(h.payload_bytes for h in hints) / len(hints), 1) if hints else None,

@@ -38,6 +38,7 @@ from ooospec.sidecar.protocol import (
 
 logger = logging.getLogger("ooospec.sidecar")
 KNOCK_SECONDS = 5.0
+MAX_TURNS_LOST = 16
 HANG_SECONDS = 60.0
 """Silence after a request that makes a supervised sidecar count as hung."""
 WAVE_SECONDS = 20.0
@@ -78,11 +79,12 @@ class Mailbox:
     def take_turn(self, timeout_s: float) -> None:
         """Give the wave the cores until it is over, then stop it; what has come stays.
 
-        A sidecar that has not answered the request before, or was waited for in vain, gets no turn until it answers.
+        A sidecar that has not answered the request before gets no turn; one that was waited for in vain gets none for
+        the next 2, 4, .. `MAX_TURNS_LOST` requests, unless it answers before.
         """
-        if self._client.trusted and self._client.answered_all_but(self):
+        if self._client.turns.due() and self._client.answered_all_but(self):
             self.wait(timeout_s)
-            self._client.trusted = self.ready_ms is not None
+            self._client.turns.taken(self.ready_ms is not None)
         if self.working:
             self._client.cancel(self)
 
@@ -104,7 +106,7 @@ class Mailbox:
             if not known or len(message.tools) != len(message.percents):
                 return False
             names = tuple(self.tools[index].name for index in message.tools)
-            self._client.trusted = True
+            self._client.turns.taken(True)
             self.hint.function = FunctionHint(names, tuple(_chance(percent) for percent in message.percents))
             self.ready_ms = now
         else:
@@ -122,6 +124,23 @@ class Mailbox:
         self._client.release(self)
 
 
+class _Turns:
+    """Decides whether the next wave is waited for: less and less often while waiting was in vain."""
+
+    def __init__(self) -> None:
+        self._vain = self._skip = 0
+
+    def due(self) -> bool:
+        """Tell whether the next request may wait; asked once a request."""
+        self._skip = max(0, self._skip - 1)
+        return self._skip == 0
+
+    def taken(self, useful: bool) -> None:
+        """Take note of what a wait brought."""
+        self._vain = 0 if useful else self._vain + 1
+        self._skip = min(2**self._vain, MAX_TURNS_LOST) + 1 if self._vain else 0
+
+
 class SidecarClient:
     """A connection to one sidecar, shared by the requests of one engine."""
 
@@ -137,8 +156,7 @@ class SidecarClient:
         self._followed: OrderedDict[int, Mailbox] = OrderedDict()
         self.warnings: Counter[str] = Counter()
         self.model = ""
-        self.trusted = True
-        """False = the last wait for a wave was in vain."""
+        self.turns = _Turns()
         self._unanswered_since: float | None = None
         self._retry_at, self._retry_delay = 0.0, FIRST_RETRY_SECONDS
         self._socket: zmq.Socket[bytes] | None = None
