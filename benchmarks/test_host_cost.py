@@ -25,6 +25,11 @@ from ooospec.tree import build_tree
 
 WORDS = "the meeting in room A starts at 09:30 on 2023-03-22 with Jane Doe and John Smith about sales figures"
 CALL = '```json\n{\n  "name": "tool_0_lookup",\n  "arguments": {\n    "first": "room A",\n    "second": "Jane'
+ANSWERS = {
+    "in a call": CALL,
+    "in a value of its own": CALL.replace("Jane", "Zq\u00fctter vb"),
+    "in words": "There is no function for this. Please tell me which room you mean,\nand at what time you want",
+}
 COST = CostCurve((1, 8, 16, 32, 64), (200.0, 230.0, 290.0, 420.0, 690.0))
 
 
@@ -46,11 +51,11 @@ def hint_of(tools):
     return Hint(FunctionHint(tuple(t.name for t in tools[:3]), (0.8, 0.1, 0.05)[: len(tools)]), slots, True)
 
 
-def prepared(codec, method, prompt_tokens, count):
-    """A method's proposers in the middle of a call, after two earlier requests."""
+def prepared(codec, method, prompt_tokens, count, text):
+    """A method's proposers in the middle of an answer, after two earlier requests."""
     tools = read_tools([tool(i) for i in range(count)])
     words = codec.encode(" ".join(itertools.repeat(WORDS, prompt_tokens // 20)))[:prompt_tokens]
-    answer = codec.encode(CALL)
+    answer = codec.encode(text)
     memory, hint, rng = Memory(), hint_of(tools), np.random.default_rng(0)
     for _ in range(3):
         output: list[int] = []
@@ -70,12 +75,13 @@ def prepared(codec, method, prompt_tokens, count):
     return *last, memory
 
 
+@pytest.mark.parametrize("at", list(ANSWERS))
 @pytest.mark.parametrize("tools", [1, 10, 100])
 @pytest.mark.parametrize("prompt_tokens", [400, 4000])
 @pytest.mark.parametrize("method", ["lookup", "recycling", "samd", "toolspec", "ooo"])
-def test_round(benchmark, codec, method, prompt_tokens, tools):
+def test_round(benchmark, codec, method, prompt_tokens, tools, at):
     """Propose, calibrate, build the tree: what a round does besides the target's pass."""
-    proposers, output, memory = prepared(codec, method, prompt_tokens, tools)
+    proposers, output, memory = prepared(codec, method, prompt_tokens, tools, ANSWERS[at])
     calibrator = memory.part(Calibrator)
 
     def round_trip():

@@ -1,6 +1,7 @@
 """bench-vllm against a stub of vLLM's server: what is asked, compared, kept and reported."""
 
 import contextlib
+import json
 import threading
 import time
 
@@ -8,14 +9,14 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
 from ooospec.bench import vllm_engine, vllm_server
 from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.vllm_engine import read_rows, run_vllm_bench
-from ooospec.bench.vllm_server import VllmSettings, speculative_config
+from ooospec.bench.vllm_server import Served, VllmSettings, speculative_config
 from ooospec.cli import app
 from ooospec.errors import UsageError
 from ooospec.models.progress import Silent
@@ -42,8 +43,23 @@ def stub(monkeypatch):
         async def chat(request: Request):
             body = await request.json()
             asked.append((method, body))
-            time.sleep(DELAY_S[method])
-            return JSONResponse({"choices": [answer(method, body)]})
+            if not body.get("stream"):
+                return JSONResponse({"choices": [answer(method, body)]})
+            choice = answer(method, body)
+            parts = [
+                {"token_ids": choice["token_ids"][:1], "finish_reason": None},
+                {"token_ids": choice["token_ids"][1:]},
+            ]
+            parts[1]["finish_reason"] = choice["finish_reason"]
+
+            def stream():
+                yield 'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
+                for part in parts:
+                    time.sleep(DELAY_S[method] / 2)
+                    yield f"data: {json.dumps({'choices': [part]})}\n\n"
+                yield 'data: {"choices": []}\n\ndata: [DONE]\n\n'
+
+            return StreamingResponse(stream(), media_type="text/event-stream")
 
         routes = [Route("/v1/chat/completions", chat, methods=["POST"])]
         server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="error"))
@@ -52,7 +68,7 @@ def stub(monkeypatch):
         while not server.started:
             time.sleep(0.01)
         running.append(method)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+        yield Served(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1", None)
         server.should_exit = True
         thread.join()
 
@@ -73,6 +89,7 @@ def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
     path = run_vllm_bench(settings("plain", "ngram", "ooo"), REQUESTS, tmp_path, Silent())
     rows = list(read_rows(path))
     assert running == ["plain", "ngram", "ooo"] and len(rows) == 18
+    assert all(0 < row.first_ms < row.total_ms and row.output_ids[:1] == [1] for row in rows)
     timed = [body for method, body in asked if method == "ooo" and body["messages"][0]["content"].isdecimal()]
     assert len(timed) == 6 and all(b["temperature"] == 0 and b["max_tokens"] == 7 for b in timed)
     assert {(r.request, r.concurrency) for r in rows if r.method == "plain"} == {
@@ -136,6 +153,7 @@ def test_the_sidecar_gets_the_cores_that_vllm_does_not_use():
         (["--concurrency", "0"], "numbers from 1"),
         (["--methods", "plain", "--prefix", "hot"], "--prefix takes warm or cold; got 'hot'"),
         (["--methods", "plain", "--cores", "a"], "--cores takes cores as in 0, 0-3 or 0-3|4-7; got 'a'"),
+        (["--methods", "plain", "--cores", "0-3-5"], "--cores takes cores as in 0, 0-3 or 0-3|4-7; got '0-3-5'"),
     ],
 )
 def test_wrong_settings_are_told_in_a_line(arguments, words, monkeypatch, tmp_path, folder_of_tiny):

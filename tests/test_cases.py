@@ -96,6 +96,36 @@ def test_escapes_are_the_targets_own_byte_for_byte():
         check("hermes", hermes("note", None, raw), [("note", raw)])
 
 
+def test_raw_control_characters_in_strings_are_escaped():
+    raw, escaped = '{"text": "a\nb\tc\\"', '{"text": "a\\nb\\tc\\"'
+    for name in ("hermes", "mistral_named", "llama3_json"):
+        style = FORMATS[name].styles("")[0]
+        for end in ('\\n", "map": {"k":\n "l\nm"}}', '"}'):
+            text = f"{style.opening}{style.head}note{style.empty.rsplit('{}', 1)[0]}{raw}{end}"
+            text += style.empty.rsplit("{}", 1)[1] + style.closing
+            wanted = escaped + end.replace('"l\nm"', '"l\\nm"')
+            assert json.loads(wanted)
+            check(name, text, [("note", wanted)])
+
+
+def test_halves_of_surrogate_pairs_do_not_come_out():
+    check("qwen3_coder", coder("note", text="x", maybe='"\\ud83d"'), [("note", '{"text": "x", "maybe": "\ufffd"}')])
+    quoted = '{"name": "note", "arguments": "{\\"text\\": \\"\ud83d\\"}"}'.replace("\ud83d", "\\ud83d")
+    ((name, raw),) = answer(FORMATS["hermes"], f"<tool_call>\n{quoted}\n</tool_call>", (), tools=TOOLS)[2]
+    assert name == "note" and raw.encode()
+
+
+def test_values_in_formats_that_are_not_json():
+    both = read_tools([{"name": "f", "parameters": {"properties": {"x": {"type": ["string", "number"]}}}}])
+    text = coder("f", x="3")
+    assert scan(FORMATS["qwen3_coder"], text, tools=both) == [("f", {"x": 3})]
+    call = [("note", '{"text": "01234"}')]
+    check("pythonic", "[note(text=01234)]", call)
+    check("pythonic", "[note(text='01234')]", call)
+    check("pythonic", "[note(text=\u0663)]", [("note", '{"text": "\u0663"}')])
+    check("pythonic", '[note(text="a\nb")]', [("note", '{"text": "a\\nb"}')])
+
+
 def test_raw_values_are_typed_by_the_schema():
     text = coder("note", text="02134", count="5", on="True", free="5", maybe="null", map='{"k": 1}', list="[1]")
     wanted = '{"text": "02134", "count": 5, "on": true, "free": 5, "maybe": null, "map": {"k": 1}, "list": [1]}'
@@ -118,6 +148,19 @@ def test_both_ways_in_which_phi_writes_calls():
     for text in (f"<|tool_call|>{calls}<|/tool_call|>", f"functools{calls}"):
         check("phi", text, [("note", '{"text": "x"}'), ("ping", "{}")])
     check("phi", "functools are a module", [], content="functools are a module")
+
+
+@pytest.mark.parametrize("name", ["hermes", "json", "llama3_json", "mistral", "granite", "phi"])
+def test_code_beside_a_call_keeps_its_fences(name):
+    code, call = "```python\nprint(1)\n```", '{"name": "ping", "arguments": {}}'
+    style = FORMATS[name].styles("")[0]
+    shown = style.opening + call + style.closing if style.head.startswith('{"name') else call
+    check(name, f"Here:\n{code}\n\n{shown}", [("ping", "{}")], content=f"Here:\n{code}")
+    check(name, f"{shown}\n{code}\nDone.", [("ping", "{}")], content=f"{code}\nDone.")
+    fenced = f"```json\n{call}\n```"
+    check(name, f"{fenced}\n{code}", [("ping", "{}")], content=code)
+    check(name, f"{code}\n{fenced}\nDone.", [("ping", "{}")], content=f"{code}\nDone.")
+    check(name, f"```\n{call}\n```", [("ping", "{}")])
 
 
 def test_calls_without_arguments():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -210,6 +211,37 @@ def test_style_book_prefers_the_last_seen_and_forgets_nothing_else():
     book.learn("k", default_styles(""), scanned("no call"))
     assert book.ranked("k", default_styles(""))[0][0].opening == "X "
     assert book.ranked("other", default_styles("<tool_call>"))[0][0].opening == "<tool_call>\n"
+
+
+def test_what_a_template_does_not_know_is_not_lost():
+    """Qwen2.5's template passes over the role developer, SmolLM2's over tools, calls and their results."""
+
+    def written(template, messages, tools=None):
+        prompt = []
+
+        def apply(rendered, **_):
+            prompt.extend((message["role"], message["content"]) for message in rendered)
+
+        tokenizer = SimpleNamespace(chat_template=template, apply_chat_template=apply)
+        render(tokenizer, messages, tools)
+        return prompt
+
+    said = [{"role": "developer", "content": "Answer in French."}, {"role": "user", "content": "Hi"}]
+    assert written("{{ messages }}", said)[0] == ("system", "Answer in French.")
+    assert written("{{ messages }} developer", said)[0] == ("developer", "Answer in French.")
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    called = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "done"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert written("{{ messages }}", called, tools)[2] == ("assistant", '{"name": "f", "arguments": {"a": 1}}')
+    assert written("{{ tools }} {{ tool_calls }}", called, tools)[1] == ("assistant", "")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {}}]}]
+    with pytest.raises(UsageError, match="Message 0: content may hold parts of type text only; got 'image_url'"):
+        written("{{ messages }}", parts)
+    assert written("{{ messages }}", [{"role": "user", "content": parts[0]["content"][:1]}]) == [("user", "Look:")]
 
 
 @settings(max_examples=200)

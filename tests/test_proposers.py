@@ -83,7 +83,7 @@ def test_suffix_index_finds_all_earlier_occurrences(first, second, size):
     text = [-1, *first, -1, *second]
     gram = text[-size:]
     expected = [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == gram and -1 not in gram]
-    assert index.after_matches(100) == expected
+    assert index.after_matches(index.newest(), 100) == expected
 
 
 def test_retrieval_covers_the_whole_prompt_and_earlier_outputs():

@@ -148,5 +148,7 @@ def test_tokens_keep_their_space_inside_a_text(real_codec):
     assert "".join(real_codec.decode_inside([token]) for token in ids).removeprefix(" ") == text
     texts = real_codec.token_texts()
     assert "".join(texts[token] for token in ids).removeprefix(" ") == text
+    whole = "x São José 😀 漢字 ᚠ"
+    assert b"".join(map(real_codec.token_bytes, real_codec.encode(whole))).decode().removeprefix(" ") == whole
     commit = Commit(tuple(ids), ("hint",) * len(ids), 0, 0.0, 0.0, 0.0, 0)
     assert source_runs(real_codec, commit)[0]["text"].removeprefix(" ") == text

@@ -139,7 +139,8 @@ class StrictCalls:
             self._current = call.start
             schema = self._schemas.get(scanner.name_of(call))
             written = self._codec.encode(scanner.text[call.name.end :], special=True)
-            self._inner = schema.following(written) if schema is not None and call.arguments is None else None
+            begun = call.arguments is not None and call.arguments.start < call.name.end  # written before the name
+            self._inner = schema.following(written) if schema is not None and not begun else None
 
     def allowed_length(self, tokens: Sequence[int]) -> int:
         """Return how many of the tokens may follow in a row; a call that begins among them is only verified."""

@@ -35,7 +35,7 @@ from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache, common_prefix
 
 READY_TIMEOUT_S = 120.0
-TURN_S = 1.5
+TURN_S = 2.5
 """Longest time that a target which shares its cores waits for the sidecar's wave."""
 CHUNK_BUSY, CHUNK_IDLE = 64, 512
 """Prompt tokens per prefill pass while the sidecar works on cores that the target will take back, and otherwise."""

@@ -107,10 +107,7 @@ def _select(top: _Node, max_nodes: int, cost: Cost | None, rate: float | None) -
         _, _, node = heapq.heappop(heap)
         order.append(node)
         gains.append(gains[-1] + node.chance)
-    size = len(order)
-    if cost is not None and order:
-        worth = (lambda n: gains[n] / cost(n + 1)) if rate is None else (lambda n: gains[n] - rate * cost(n + 1))
-        size = max(range(len(gains)), key=worth)
+    size = len(order) if cost is None else _best_size(gains, cost, rate)
     for node in order[:size]:
         node.kept = True
 
@@ -120,11 +117,12 @@ def best_chain(
     max_length: int,
     cost: Cost | None = None,
     vocabulary: int | None = None,
+    rate: float | None = None,
 ) -> list[tuple[int, str]]:
     """Return the one continuation worth verifying where an engine takes chains only: (token, source) in order.
 
     Of all paths of the tree that the drafts form, the one with the most expected accepted tokens within `max_length`;
-    with `cost` (of a pass over 1 + n tokens), cut where the expected tokens per cost are most.
+    with `cost` (of a pass over 1 + n tokens), cut to what pays, by the rule of `build_tree`.
     """
     top = _merge(0, drafts, max_length, vocabulary)
     best: dict[int, float] = {}
@@ -142,7 +140,13 @@ def best_chain(
         gains.append(gains[-1] + node.chance)
     if cost is None:
         return chain
-    return chain[: max(range(len(gains)), key=lambda size: gains[size] / cost(size + 1))]
+    return chain[: _best_size(gains, cost, rate)]
+
+
+def _best_size(gains: Sequence[float], cost: Cost, rate: float | None) -> int:
+    """Return the number of nodes that pays best; `gains[n]` = expected tokens with n nodes."""
+    worth = (lambda n: gains[n] / cost(n + 1)) if rate is None else (lambda n: gains[n] - rate * cost(n + 1))
+    return max(range(len(gains)), key=worth)
 
 
 def build_tree(

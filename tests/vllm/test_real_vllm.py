@@ -60,9 +60,9 @@ def plain(settings, tmp_path_factory):
     """What plain vLLM writes, and how close its decisions were. In float32, where batches round next to nothing."""
     folder = tmp_path_factory.mktemp("plain")
     listed = {"demo": asked()}
-    with served(settings, "plain", folder / "plain.log") as url:
-        rows = asyncio.run(_measure(settings, "plain", listed, url, Silent(), 0, 30))
-        return rows, asyncio.run(_gaps(settings, listed, url))
+    with served(settings, "plain", folder / "plain.log") as at:
+        rows = asyncio.run(_measure(settings, "plain", listed, at, Silent(), 0, 30))
+        return rows, asyncio.run(_gaps(settings, listed, at.url))
 
 
 def check(rows, plain):
@@ -78,17 +78,17 @@ def check(rows, plain):
 def test_a_batch_of_eight_writes_what_plain_vllm_writes_with_the_sidecar_or_without(settings, plain, tmp_path):
     """Rows join and finish all the time; every request must be named, and none may get another one's draft."""
     log = tmp_path / "ooo.log"
-    with served(settings, "ooo", log) as url:
-        rows = asyncio.run(_measure(settings, "ooo", {"demo": asked()}, url, Silent(), 0, 30))
-        metrics = httpx.get(url.removesuffix("/v1") + "/metrics").text
-        forced = asyncio.run(ask_forced(settings, url, asked()[6]))
-        streamed = [stream(settings, url, request) for request in asked()[5:8]]
-        counts = stats(settings, log, url)
+    with served(settings, "ooo", log) as at:
+        rows = asyncio.run(_measure(settings, "ooo", {"demo": asked()}, at, Silent(), 0, 30))
+        metrics = httpx.get(at.url.removesuffix("/v1") + "/metrics").text
+        forced = asyncio.run(ask_forced(settings, at.url, asked()[6]))
+        streamed = [stream(settings, at.url, request) for request in asked()[5:8]]
+        counts = stats(settings, log, at)
         sidecars = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal() and _is_sidecar(p)]
         assert sidecars
         for pid in sidecars:
             os.kill(pid, signal.SIGKILL)
-        after = asyncio.run(_measure(settings, "ooo", {"demo": asked()[:8]}, url, Silent(), 0, 8))
+        after = asyncio.run(_measure(settings, "ooo", {"demo": asked()[:8]}, at, Silent(), 0, 8))
     assert len(rows) == 30 and check(rows, plain) >= 29
     assert counts.get("faults", 0) == 0 and counts["named"] >= 25 and counts["accepted_hint"] > 200
     accepted = sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines()
@@ -124,19 +124,19 @@ async def ask_forced(settings, url, request):
     return choice["message"]["tool_calls"][0]
 
 
-def stats(settings, log: Path, url: str) -> dict[str, int]:
+def stats(settings, log: Path, at) -> dict[str, int]:
     """Read what the workers counted; they write once a second, while they draft."""
     time.sleep(1.2)
-    asyncio.run(_measure(settings, "ooo", {}, url, Silent(), 0, 0))  # warms up: two more requests
+    asyncio.run(_measure(settings, "ooo", {}, at, Silent(), 0, 0))  # warms up: two more requests
     return msgspec.json.decode(log.with_suffix(".stats.json").read_bytes())
 
 
 def test_rows_that_are_preempted_come_back_as_themselves(settings, plain, tmp_path):
     log = tmp_path / "small.log"
     small = replace(settings, extra=SMALL_CACHE, max_model_len=1024)
-    with served(small, "ooo", log) as url:
-        rows = asyncio.run(_measure(small, "ooo", {"demo": asked()[6:12]}, url, Silent(), 0, 6))
-        metrics = httpx.get(url.removesuffix("/v1") + "/metrics").text
+    with served(small, "ooo", log) as at:
+        rows = asyncio.run(_measure(small, "ooo", {"demo": asked()[6:12]}, at, Silent(), 0, 6))
+        metrics = httpx.get(at.url.removesuffix("/v1") + "/metrics").text
     check(rows, plain)
     preempted = [float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines()
                  if line.startswith("vllm:num_preemptions_total")]  # fmt: skip
@@ -154,8 +154,8 @@ def _is_sidecar(process: Path) -> bool:
 
 def test_two_ranks_write_what_one_writes(settings, plain, tmp_path):
     two = replace(settings, cores="0|1", extra=("--tensor-parallel-size", "2"))
-    with served(two, "ooo", tmp_path / "two.log") as url:
-        rows = asyncio.run(_measure(two, "ooo", {"demo": asked()[:6]}, url, Silent(), 0, 6))
-        counts = stats(two, tmp_path / "two.log", url)
+    with served(two, "ooo", tmp_path / "two.log") as at:
+        rows = asyncio.run(_measure(two, "ooo", {"demo": asked()[:6]}, at, Silent(), 0, 6))
+        counts = stats(two, tmp_path / "two.log", at)
     check(rows, plain)  # two ranks leave a third process no core, so hints may come too late
     assert counts.get("faults", 0) == 0 and counts["accepted_schema"] + counts.get("accepted_hint", 0) > 50

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,19 @@ import httpx
 import msgspec
 
 from ooospec.bench.datasets import BenchRequest
-from ooospec.bench.vllm_server import METHODS, START_LIMIT_S, VllmSettings, served
+from ooospec.bench.provenance import describe_run
+from ooospec.bench.vllm_server import METHODS, START_LIMIT_S, Served, VllmSettings, served
 from ooospec.chat.schema import openai_tools
+from ooospec.chat.template import read_request
 from ooospec.errors import UsageError
 from ooospec.models.progress import Progress
+from ooospec.sidecar.client import SidecarClient
+from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
 
 TIE_GAP = 0.5
 """Largest gap of log-probabilities, in nats, that counts as a rounding tie in bfloat16."""
+LOCAL = ("model", "sidecar", "draft")
+"""Settings that are paths of this machine; the command has their names."""
 OTHER_USER = {"role": "user", "content": "Say hello in one word."}
 
 
@@ -42,6 +50,8 @@ class VllmRow(msgspec.Struct, kw_only=True):
     request: str
     prefix: str = "cold"
     cores: str | None = None
+    first_ms: float = 0.0
+    """When the first tokens came."""
     total_ms: float
     output_ids: list[int]
     finish_reason: str
@@ -71,14 +81,18 @@ def run_vllm_bench(
     done = {row.method for row in rows if row.target == settings.name}
     total = sum(map(len, requests.values())) * len(todo)
     finished = sum(row.method in todo for row in rows if row.target == settings.name)
+    if not done.issuperset(todo):
+        with (out / "runs.jsonl").open("ab") as sink:
+            shown = {name: value for name, value in asdict(settings).items() if name not in LOCAL}
+            sink.write(msgspec.json.encode(describe_run(shown, {})) + b"\n")
     for method in todo:
         if method in done:
             continue
         progress.update("bench", finished, total, f"starting vLLM: {method}")
-        with served(settings, method, out / f"{label}-{method}.log") as url:
-            new = asyncio.run(_measure(settings, method, requests, url, progress, finished, total))
+        with served(settings, method, out / f"{label}-{method}.log") as at:
+            new = asyncio.run(_measure(settings, method, requests, at, progress, finished, total))
             if method == "plain":
-                gaps = asyncio.run(_gaps(settings, requests, url))
+                gaps = asyncio.run(_gaps(settings, requests, at.url))
                 (out / f"{label}-gaps.json").write_bytes(msgspec.json.encode(gaps))
         known = msgspec.json.decode((out / f"{label}-gaps.json").read_bytes(), type=dict[str, Gaps])
         _compare(new, [row for row in rows if row.target == settings.name and row.method == "plain"] or new, known)
@@ -125,33 +139,30 @@ def read_rows(path: Path) -> Iterator[VllmRow]:
 
 
 async def _measure(
-    settings: VllmSettings, method: str, requests: Mapping[str, Sequence[BenchRequest]], url: str, progress: Progress,
+    settings: VllmSettings, method: str, requests: Mapping[str, Sequence[BenchRequest]], at: Served, progress: Progress,
     finished: int, total: int,
 ) -> list[VllmRow]:  # fmt: skip
-    rows = list[VllmRow]()
+    rows, url = list[VllmRow](), at.url
     async with httpx.AsyncClient(timeout=START_LIMIT_S) as client:
         for _ in range(2):
             await _ask(client, settings, url, [OTHER_USER], None)
         for name, listed in requests.items():
             for level, concurrency in enumerate(settings.concurrency):
                 share = listed[level :: len(settings.concurrency)]
-                for request in share if settings.prefix == "warm" else ():
+                if settings.prefix == "warm":
                     progress.update("bench", finished + len(rows), total, f"{method} {name} x{concurrency}: prefixes")
-                    system = [message for message in request.messages[:1] if message["role"] == "system"]
-                    await _ask(client, settings, url, [*system, OTHER_USER], request.tools, max_tokens=1)
+                    await _warm(client, settings, at, share)
                 room = asyncio.Semaphore(concurrency)
 
                 async def one(request: BenchRequest, name: str = name, concurrency: int = concurrency,
                               room: asyncio.Semaphore = room) -> None:  # fmt: skip
                     async with room:
-                        start = time.perf_counter()
-                        choice = await _ask(client, settings, url, request.messages, request.tools)
-                        took = (time.perf_counter() - start) * 1e3
+                        first, took, choice = await _timed(client, settings, url, request)
                     rows.append(
                         VllmRow(
                             target=settings.name, method=method, concurrency=concurrency, benchmark=name,
                             request=request.id, prefix=settings.prefix, cores=settings.cores,
-                            total_ms=round(took, 2), output_ids=choice["token_ids"],
+                            first_ms=round(first, 2), total_ms=round(took, 2), output_ids=choice["token_ids"],
                             finish_reason=choice["finish_reason"],
                         )
                     )  # fmt: skip
@@ -161,15 +172,54 @@ async def _measure(
     return rows
 
 
+async def _warm(
+    client: httpx.AsyncClient, settings: VllmSettings, at: Served, requests: Sequence[BenchRequest]
+) -> None:
+    """Let another user ask with the same tools and system prompts, so that both prefix caches know them."""
+    beside = SidecarClient(at.sidecar) if at.sidecar is not None else None
+    for request in requests:
+        system = [message for message in request.messages[:1] if message["role"] == "system"]
+        await _ask(client, settings, at.url, [*system, OTHER_USER], request.tools, max_tokens=1)
+        _, tools, _ = read_request(list(request.messages), request.tools)
+        if beside is not None and tools:  # the wave of the request above ended with its only token
+            mailbox = beside.submit(tools, [(turn.role, turn.text) for turn in NEUTRAL_DIALOGUE])
+            await asyncio.to_thread(mailbox.wait, START_LIMIT_S)
+            mailbox.close()
+    if beside is not None:
+        beside.close()
+
+
+def _body(settings: VllmSettings, messages: Any, tools: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "model": settings.name, "messages": list(messages), "temperature": 0, "return_token_ids": True,
+        "max_tokens": settings.max_new_tokens, **({"tools": openai_tools(tools)} if tools else {}), **more,
+    }  # fmt: skip
+
+
+async def _timed(
+    client: httpx.AsyncClient, settings: VllmSettings, url: str, request: BenchRequest
+) -> tuple[float, float, dict[str, Any]]:
+    """Stream one answer; return milliseconds to its first tokens, in all, and the choice put together."""
+    start, first = time.perf_counter(), 0.0
+    choice: dict[str, Any] = {"token_ids": [], "finish_reason": ""}
+    body = _body(settings, request.messages, request.tools, stream=True)
+    async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise UsageError(f"vLLM answered {answer.status_code}: {(await answer.aread()).decode()[:300]}")
+        async for line in answer.aiter_lines():
+            data = line.removeprefix("data: ")
+            for part in json.loads(data)["choices"] if line != data and data != "[DONE]" else ():
+                choice["token_ids"] += part.get("token_ids") or []
+                choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+                first = first or ((time.perf_counter() - start) * 1e3 if choice["token_ids"] else 0.0)
+    return first, (time.perf_counter() - start) * 1e3, choice
+
+
 async def _ask(
     client: httpx.AsyncClient, settings: VllmSettings, url: str, messages: Any, tools: Any, **more: Any
 ) -> dict[str, Any]:
     """Send one request; returns its only choice. Raises UsageError with what the server said."""
-    body = {
-        "model": settings.name, "messages": list(messages), "temperature": 0, "return_token_ids": True,
-        "max_tokens": settings.max_new_tokens, **({"tools": openai_tools(tools)} if tools else {}), **more,
-    }  # fmt: skip
-    answer = await client.post(f"{url}/chat/completions", json=body)
+    answer = await client.post(f"{url}/chat/completions", json=_body(settings, messages, tools, **more))
     if answer.status_code != 200:
         raise UsageError(f"vLLM answered {answer.status_code}: {answer.text[:300]}")
     choice: dict[str, Any] = answer.json()["choices"][0]
@@ -222,19 +272,22 @@ def report(rows: Sequence[VllmRow]) -> str:
         cells = list(dict.fromkeys((row.benchmark, row.concurrency) for row in mine))
         cores = f"cores {mine[0].cores} for vLLM, the others for the sidecar" if mine[0].cores else "all cores shared"
         lines += [f"## {target}, {mine[0].prefix} prefix, {cores}", ""]
-        lines += ["Median seconds a call, and the mean of plain's time over the method's.", ""]
+        lines += [
+            "Median seconds a call; ratio of summed times to plain vLLM's, and of what is left of them when plain's"
+        ]
+        lines += ["time to its first token is taken off both.", ""]
         lines += ["| benchmark | concurrency | requests | " + " | ".join(methods) + " |"]
         lines += ["|---|---|---|" + "---|" * len(methods)]
         for benchmark, concurrency in cells:
-            times = {
-                name: {r.request: r.total_ms for r in mine
+            here = {
+                name: {r.request: r for r in mine
                        if (r.method, r.benchmark, r.concurrency) == (name, benchmark, concurrency)}
                 for name in methods
             }  # fmt: skip
-            said = {name: _cell(times[name], times["plain"], name) for name in methods}
+            said = {name: _cell(here[name], here["plain"], name) for name in methods}
             best = max(methods, key=lambda name: said[name][1])
             shown = [f"**{said[name][0]}**" if name == best else said[name][0] for name in methods]
-            lines.append(f"| {benchmark} | {concurrency} | {len(times['plain'])} | " + " | ".join(shown) + " |")
+            lines.append(f"| {benchmark} | {concurrency} | {len(here['plain'])} | " + " | ".join(shown) + " |")
         lines += ["", "Greedy outputs equal to plain vLLM's:", ""]
         for name in methods[1:]:
             of = [row for row in mine if row.method == name]
@@ -247,10 +300,15 @@ def report(rows: Sequence[VllmRow]) -> str:
     return "\n".join(lines)
 
 
-def _cell(times: Mapping[str, float], plain: Mapping[str, float], name: str) -> tuple[str, float]:
-    both = [request for request in times if request in plain]
-    if not both:
+def _cell(rows: Mapping[str, VllmRow], plain: Mapping[str, VllmRow], name: str) -> tuple[str, float]:
+    """Return a method's cell and its speedup."""
+    pairs = [(plain[request], row) for request, row in rows.items() if request in plain]
+    if not pairs:
         return "-", 0.0
-    faster = statistics.fmean(plain[request] / times[request] for request in both)
-    seconds = statistics.median(times[request] for request in both) / 1e3
-    return (f"{seconds:.2f}" if name == "plain" else f"{seconds:.2f} ({faster:.2f}x)"), faster
+    faster = sum(a.total_ms for a, _ in pairs) / sum(row.total_ms for _, row in pairs)
+    seconds = statistics.median(row.total_ms for _, row in pairs) / 1e3
+    if name == "plain":
+        return f"{seconds:.2f}", faster
+    after = [sum(row.total_ms - a.first_ms for a, row in pairs) for pairs in ([(a, a) for a, _ in pairs], pairs)]
+    decode = f", decode {after[0] / max(1.0, after[1]):.2f}x" if all(a.first_ms for a, _ in pairs) else ""
+    return f"{seconds:.2f} ({faster:.2f}x{decode})", faster

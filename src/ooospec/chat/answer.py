@@ -17,6 +17,8 @@ from ooospec.core import Tool
 MAX_HELD = 128
 """Characters of markers in a row that are held back."""
 THINK = ("<think>", "</think>")
+FENCE = "```"
+"""Opens and closes calls in some formats, and code that belongs to the words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class AnswerStream:
         self._said = False  # words have been sent
         self._after_call = False  # no words since the last call
         self._space = ""  # spaces that are sent only if words follow
+        self._fences = 0  # in the words that are out
+        self._fenced = False  # the last call stands in a fence that was opened for it
 
     def push(self, text: str) -> list[Event]:
         """Take more text; return what it settles."""
@@ -168,7 +172,11 @@ class AnswerStream:
     def _between(self, stop: int) -> Iterator[Event]:
         """Send the words before a call that begins at `stop`, without the markers next to the call."""
         assert self._scanner is not None
-        words = self._without_ending(self._without_beginning(self._scanner.text[self._shown : stop], True))
+        text = self._scanner.text[self._shown : stop]
+        rest = self._without_beginning(text, True)
+        words = self._without_ending(rest)
+        self._leave_fence(text, rest)
+        self._fenced |= FENCE in rest[len(words) :]
         self._shown = max(self._shown, stop)
         if words.strip():
             yield from self._say(words)
@@ -181,6 +189,7 @@ class AnswerStream:
         rest = self._without_beginning(text, final)
         if self._after_call and not final and self._may_be_marker(rest):
             return
+        self._leave_fence(text, rest)
         if final:
             self._shown += len(text)
             yield from self._say(rest)
@@ -204,6 +213,7 @@ class AnswerStream:
         if not self._said:
             body = body.lstrip()
         self._said, self._after_call = True, False
+        self._fences += body.count(FENCE)
         yield Content(body)
 
     def _call(self, call: CallSpans) -> Iterator[Event]:
@@ -226,7 +236,10 @@ class AnswerStream:
             marker = next((m for m in self._openers if bare.endswith(m)), None)
             if marker is None:
                 return text
-            text = bare[: len(bare) - len(marker)]
+            before = bare[: len(bare) - len(marker)]
+            if marker == FENCE and (self._fences + before.count(FENCE)) % 2:
+                return text  # it ends a block of code
+            text = before
 
     def _certain_words(self, text: str) -> str:
         """Cut off what may become a marker, or is one that may open a call."""
@@ -237,7 +250,8 @@ class AnswerStream:
             text = kept
 
     def _without_beginning(self, text: str, final: bool) -> str:
-        """Cut what closes a call off the beginning."""
+        """Cut what closes a call off the beginning; a fence only if the call stood in one, or nothing else comes."""
+        fenced = self._fenced
         while self._after_call:
             bare = text.lstrip()
             if not final and any(m.startswith(bare) and m != bare for m in self._markers):
@@ -245,8 +259,17 @@ class AnswerStream:
             marker = next((m for m in self._markers if bare.startswith(m)), None)
             if marker not in self._closers:
                 return text
-            text = bare[len(marker) :]
+            after = bare[len(marker) :]
+            if marker == FENCE:
+                if not fenced and not (final and not after.strip()):
+                    return text
+                fenced = False
+            text = after
         return text
+
+    def _leave_fence(self, text: str, rest: str) -> None:
+        """Note that the fence around a call was closed, if it is in what was cut off the beginning of `text`."""
+        self._fenced &= FENCE not in text[: len(text) - len(rest)]
 
     def _may_be_marker(self, text: str) -> bool:
         bare = text.strip()

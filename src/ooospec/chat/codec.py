@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from tokenizers import Encoding, Tokenizer
@@ -16,6 +17,16 @@ ANCHOR = "\n"
 """Stands before a text that is encoded by itself: a tokenizer may put a space before what it takes for a start."""
 
 
+def _byte_characters() -> dict[str, int]:
+    """Map the characters that stand for bytes in byte-level vocabularies (GPT-2): printable ones for themselves."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
 class TextCodec:
     """A tokenizer as drafting needs it: exact ids, no added specials, knowledge of where tokens start."""
 
@@ -26,13 +37,10 @@ class TextCodec:
         self.eos_id = eos_ids[0]
         """The id that usually ends an answer."""
         self.eos_ids = frozenset(eos_ids)
+        self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
+        """Number of ids, added tokens included."""
         self._anchor = self.encode(ANCHOR)[-1:]
         self._anchor_text = self.decode(self._anchor)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Encode text; special tokens in the text become their ids. `special` = add those the model begins with."""
@@ -51,6 +59,16 @@ class TextCodec:
     def decode_inside(self, ids: Sequence[int]) -> str:
         """Decode ids as they read inside a text: some tokenizers drop a space with which a text begins."""
         return self.decode([*self._anchor, *ids])[len(self._anchor_text) :]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
+        text = self.decode_inside([token])
+        piece: str = self._tokenizer.id_to_token(token) or ""
+        if "\ufffd" not in text:
+            return text.encode()
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return bytes(_BYTES[char] for char in piece) if _BYTES.keys() >= set(piece) else text.encode()
 
     def token_texts(self) -> list[str]:
         """Decode every id by itself, as it reads inside a text. [V]"""

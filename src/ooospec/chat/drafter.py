@@ -10,6 +10,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ooospec.chat.scanner import CallSpans, Item, Scanner
@@ -64,9 +65,14 @@ class Guess:
 
         def likeness(tool: Tool) -> tuple[int, float]:
             known = sum(tool.slot(key) is not None for key in keys)
-            return known, difflib.SequenceMatcher(None, wanted, _plain(tool.name)).ratio()
+            return known, _alike(wanted, tool.name)
 
         return max((tool for tool, _ in self.tools), key=likeness, default=None)
+
+
+@lru_cache(4096)
+def _alike(wanted: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, wanted, _plain(name)).ratio()
 
 
 def _plain(name: str) -> str:
@@ -117,28 +123,37 @@ def _after(done: str, pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 def _outside(scanner: Scanner, style: CallStyle, guess: Guess) -> Iterator[list[Piece]]:
     text = scanner.text
-    calls = [[Piece(style.head), *_named(style, guess, tool, tool.name, chance)] for tool, chance in guess.tools]
+
+    def call(tool: Tool, chance: float) -> list[Piece]:
+        return [Piece(style.head), *_named(style, guess, tool, tool.name, chance)]
+
     if scanner.calls:
         done = text[scanner.calls[-1].end :]
         yield from _after(done, [Piece(style.closing, CLOSE, "close"), END])
-        for call in calls:
-            yield from _after(done, [Piece(style.between, SKIPPED, "another call"), *call])
+        if style.between.startswith(done) or done.startswith(style.between):
+            for tool, chance in guess.tools:
+                yield from _after(done, [Piece(style.between, SKIPPED, "another call"), *call(tool, chance)])
         return
-    for call in calls:
-        overlap = _overlap(text, style.opening + "".join(piece.text for piece in call[:2]))
-        if overlap is None:
-            continue
-        begun = overlap or not text
-        opening = Piece(style.opening, STRUCTURE, "opening") if begun else Piece(style.opening, SKIPPED, "late opening")
-        yield from _after(text[len(text) - overlap :], [opening, *call])
+    fixed = style.opening + style.head
+    tails = list(_tails(text, len(fixed) + max((len(tool.name) for tool, _ in guess.tools), default=0)))
+    late = not text or text.endswith("\n\n")
+    tails = [tail for tail in tails if fixed.startswith(tail) or tail.startswith(fixed)]
+    for tool, chance in guess.tools if tails or late else ():
+        tail = next((tail for tail in tails if (fixed + tool.name).startswith(tail)), "" if late else None)
+        if tail is not None:
+            begun = tail or not text
+            opening = [Piece(style.opening, *((STRUCTURE, "opening") if begun else (SKIPPED, "late opening")))]
+            yield from _after(tail, [*opening, *call(tool, chance)])
 
 
-def _overlap(text: str, opening: str) -> int | None:
-    """Find how much of the opening stands at the end of the text; None where an opening makes no sense."""
-    for size in range(min(len(text), len(opening)), 0, -1):
-        if opening.startswith(text[-size:]) and (size == len(text) or text[-size - 1] == "\n"):
-            return size
-    return 0 if not text or text.endswith("\n\n") else None
+def _tails(text: str, longest: int) -> Iterator[str]:
+    """Yield the ends of the text, at most so long, at whose beginning a call may open: of the text or of a line."""
+    if 0 < len(text) <= longest:
+        yield text
+    at = text.find("\n", max(0, len(text) - longest - 1))
+    while 0 <= at < len(text) - 1:
+        yield text[at + 1 :]
+        at = text.find("\n", at + 1)
 
 
 def _overlap_of(text: str, literal: str) -> int:

@@ -18,6 +18,8 @@ from typing import Any
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
 _PLAIN_STRING = re.compile(r'[^"\\]+')
 _PLAIN_KEY = re.compile(r'[^"\\\n]+')
 
@@ -54,6 +56,8 @@ class CallSpans:
     """The arguments are a JSON string that holds the object."""
     items: list[Item] = field(default_factory=list)
     end: int | None = None
+    controls: bool = False
+    """A string holds raw control characters, which JSON does not allow."""
     broken: bool = False
     """It was certainly a call, but broke off at `end`."""
 
@@ -132,6 +136,11 @@ class Scanner(ABC):
         return call.arguments.of(self.text) if call.arguments is not None else ""
 
 
+def _escaped(text: str) -> str:
+    """Escape control characters inside strings; all else stays byte for byte, and only grows as the text does."""
+    return _STRING.sub(lambda found: _CONTROL.sub(lambda c: json.dumps(c.group())[1:-1], found.group()), text)
+
+
 def held_back(text: str, start: int, markers: Iterable[str]) -> int:
     """Return the index from which the end of `text[start:]` may be the beginning of a marker; len(text) if nowhere."""
     longest = max(
@@ -200,6 +209,8 @@ class CallScanner(Scanner):
             else:
                 self._close_value(i + 1)
         elif (plain := (_PLAIN_KEY if self._mode == "in_key" else _PLAIN_STRING).match(self.text, i)) is not None:
+            if self.open is not None and not self.open.controls:
+                self.open.controls = _CONTROL.search(plain.group()) is not None
             return plain.end()
         return i + 1
 
@@ -285,10 +296,10 @@ class CallScanner(Scanner):
         """Return the arguments as they stand; those in a string once it is whole, "" if it holds no object."""
         text = super().arguments_text(call)
         if not call.quoted:
-            return text
+            return _escaped(text) if call.controls else text
         try:
-            inner = json.loads(text, strict=False)
-            return inner if isinstance(json.loads(inner, strict=False), dict) else ""
+            inner = whole_characters(json.loads(text, strict=False))
+            return _escaped(inner) if isinstance(json.loads(inner, strict=False), dict) else ""
         except (ValueError, TypeError, RecursionError):
             return ""
 
@@ -299,6 +310,11 @@ class CallScanner(Scanner):
             return str(json.loads(f'"{raw}"', strict=False))
         except ValueError:
             return raw
+
+
+def whole_characters(text: str) -> str:
+    """Join surrogate pairs and replace halves of them, which are no characters."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def refuse_constant(constant: str) -> Any:

@@ -15,6 +15,7 @@ from ooospec.core import Tool
 from ooospec.errors import UsageError
 
 Message = Mapping[str, Any]
+TEXT_PARTS = ("text", "refusal")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -98,8 +99,14 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     """
     checked, known, said = read_request(messages, tools)
     kind = "template" if known and tools else "prose" if known else "none"
+    template = str(tokenizer.chat_template or "")
+    _check_parts(checked)
     rendered = [_plain_message(message) for message in checked]
-    if kind == "template" and "tools" not in str(tokenizer.chat_template or ""):
+    if "developer" not in template:  # a role that templates without it pass over in silence
+        rendered = [{**m, "role": "system"} if m["role"] == "developer" else m for m in rendered]
+    if "tool_calls" not in template:
+        rendered = [_with_calls_as_text(message) for message in rendered]
+    if kind == "template" and "tools" not in template:
         rendered = _with_tool_prompt(rendered, openai_tools(tools))
         kind = "listed"
     listed = openai_tools(tools) if kind == "template" else None
@@ -112,8 +119,18 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
         asked = {"prose": str(checked[0].get("content") or "")}.get(kind, "")
         call_format = (template_format(tokenizer) if kind == "template" else detect_format(asked))[0].name
     thinking = str(prompt).rstrip().endswith("<think>")
-    reasons = "<think>" in str(tokenizer.chat_template or "") and not str(prompt).rstrip().endswith("</think>")
+    reasons = "<think>" in template and not str(prompt).rstrip().endswith("</think>")
     return Conversation(str(prompt), known, said, kind, call_format, thinking, reasons)
+
+
+def _check_parts(messages: Sequence[Message]) -> None:
+    """Refuse content that is no text: targets here read nothing else."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+            if kind not in TEXT_PARTS:
+                raise UsageError(f"Message {index}: content may hold parts of type text only; got {str(kind)[:50]!r}.")
 
 
 def template_format(tokenizer: ChatTokenizer) -> tuple[CallFormat, str]:
@@ -143,10 +160,23 @@ def _plain_call(call: Any) -> Any:
         return call
 
 
+def _with_calls_as_text(message: Message) -> Message:
+    """Write the calls of an earlier answer into its text, as the tool prompt asks for them."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+    texts = [
+        json.dumps({"name": function.get("name"), "arguments": function.get("arguments")}, ensure_ascii=False)
+        for function in functions
+        if isinstance(function, Mapping)
+    ]
+    return {**message, "content": "\n".join(filter(None, [message["content"], *texts]))} if texts else message
+
+
 def _content(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        texts = (part.get("text") or part.get("refusal") or "" for part in content if isinstance(part, Mapping))
+        return "\n".join(map(str, texts))
     return "" if content is None else str(content)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 MIN_COPY_CHARACTERS = 2
 MAX_COPY_CHARACTERS = 28
 _OPEN = {"{": "}", "[": "]"}
@@ -54,17 +56,23 @@ def realigned(partial: str, predicted: str) -> str:
     return predicted[len(partial) :]
 
 
+@lru_cache(4)
 def copied(partial: str, source: str) -> str:
     """Return what follows the last place in `source` that ends like `partial` (2 characters or more), within a line.
 
-    Values are mostly spans of the request; the suffix is searched inside the value only.
+    Values are mostly spans of the request; the suffix is searched inside the value only, the longest that there is:
+    where one is missing, longer ones are too.
     """
     content = partial[partial.rfind('"') + 1 :]
-    for size in range(min(len(content), MAX_COPY_CHARACTERS), MIN_COPY_CHARACTERS - 1, -1):
-        at = source.rfind(content[-size:])
+    after, size, longest = -1, MIN_COPY_CHARACTERS - 1, min(len(content), MAX_COPY_CHARACTERS)
+    while size < longest:
+        middle = (size + longest + 1) // 2
+        at = source.rfind(content[-middle:])
         if at >= 0:
-            return _span(source[at + size : at + size + MAX_COPY_CHARACTERS])
-    return ""
+            after, size = at + middle, middle
+        else:
+            longest = middle - 1
+    return _span(source[after : after + MAX_COPY_CHARACTERS]) if after >= 0 else ""
 
 
 def _span(text: str) -> str:

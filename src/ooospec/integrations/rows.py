@@ -92,9 +92,9 @@ class StepCost:
             self.base, self.token = base, max(token, 1e-4 * base)
 
     def of(self, rows: int) -> Callable[[int], float]:
-        """Return the cost of one row's share with n tokens in it, in a batch of so many rows."""
+        """Return the cost of one row's share with n tokens in it, in a batch of so many rows; 1 = a plain step."""
         base, token = self.base / max(1, rows), self.token
-        return lambda tokens: base + token * tokens
+        return lambda tokens: (base + token * tokens) / (base + token)
 
 
 class _LateHint:
@@ -106,16 +106,27 @@ class _LateHint:
         self._poll: Callable[[], Hint | None] | None = None
 
     def found(self) -> bool:
-        """Look for the request until it is known; tell whether it is."""
-        if self._poll is None and self._source is not None:
+        """Look for the request until it is known, and again if its wave has failed; tell whether it is."""
+        if self._source is not None and (self._poll is None or self._failed()):
             known = self._source.find(self._key)
             if known is not None:
                 self.tools, self._poll = known
         return self._poll is not None
 
+    def _failed(self) -> bool:
+        """Tell whether the wave ended early: perhaps that of an equal prompt before this one."""
+        hint = self._poll() if self._poll is not None else None
+        return hint is not None and hint.failed
+
     def poll(self) -> Hint | None:
         """Return the hint as it stands."""
         return self._poll() if self.found() and self._poll is not None else None
+
+    @property
+    def coming(self) -> bool:
+        """Tell whether the sidecar still works on it."""
+        hint = self._poll() if self._poll is not None else None
+        return hint is not None and not (hint.complete or hint.failed)
 
 
 @dataclass(eq=False)
@@ -134,6 +145,8 @@ class _Row:
     """Rounds with drafts since a drafted token was accepted."""
     drafted: list[tuple[int, str]] = field(default_factory=list)
     offered: list[Draft] = field(default_factory=list)
+    paid: float = 0.0
+    """Cost of verifying `drafted`, in plain steps; 0 while nothing was drafted for."""
     rounds: int = 0
     ended: bool = False
     learned: bool = False
@@ -189,7 +202,8 @@ class RowDrafter:
             drafts.append(draft)
             verified += 1 + len(draft)
         self._park(free.values())
-        if steady and self._last is not None:  # the step before verified only: it tells what verifying costs
+        waves = any(row is not None and row.hint is not None and row.hint.coming for row in self._active)
+        if steady and not waves and self._last is not None:  # the step before verified only, and had its cores alone
             self.cost.observe(self._last[1], start - self._last[0])
         self._last = time.perf_counter(), verified
         return drafts
@@ -202,7 +216,7 @@ class RowDrafter:
             unseen = len(whole) - new - len(row.tokens)
             if unseen:
                 self._commit(row, whole[len(row.tokens) : len(whole) - new].tolist(), drafted=False)
-                row.drafted, row.offered = [], []
+                row.drafted, row.offered, row.paid = [], [], 0.0
             self._commit(row, whole[len(whole) - new :].tolist())
             return row, self._draft(row, rows)
         except Exception:
@@ -239,13 +253,14 @@ class RowDrafter:
         self.counts["requests"] += 1
         situation, ids = self.situation, prompt.tolist()
         text = situation.codec.decode(ids)
-        tools = tools_in_prompt(text)
+        hint = _LateHint(self._hints, prompt_key(prompt))
+        tools = hint.tools if hint.found() else tools_in_prompt(text)
         call_format = situation.call_format
-        if not tools and (prose := prose_tools(text)):
-            tools, call_format = prose, detect_format(text)[0].name
+        if (hint.tools or not tools) and (prose := prose_tools(text)):
+            tools, call_format = hint.tools or prose, detect_format(text)[0].name
+        self.counts["named"] += hint.found()
         thinking = text.rstrip().endswith("<think>")
         reasons = situation.reasons and not thinking and not text.rstrip().endswith("</think>")
-        hint = _LateHint(self._hints, prompt_key(prompt))
         row = _Row(np.array(prompt, dtype=np.int32), hint=hint)
         row.context = DecodeContext(
             situation.codec, ids, row.output, tools, f"{situation.name}/{call_format}", call_format, thinking, reasons
@@ -275,6 +290,8 @@ class RowDrafter:
         row.vain = 0 if right else row.vain + bool(chain)
         if drafted:
             self._calibrator.observe(row.offered, written)
+            if row.paid:
+                self._calibrator.observe_cost(len(written), row.paid)
         state = _state_of(np.asarray(row.context.prompt_ids, dtype=np.int64)) if row.rounds == 0 else None
         row.output.extend(written)
         commit = Commit(written, sources, row.rounds, len(chain), prompt_state=state)
@@ -286,27 +303,29 @@ class RowDrafter:
 
     def _draft(self, row: _Row, rows: int) -> list[int]:
         """Choose the chain to verify next."""
-        row.drafted, row.offered = [], []
+        row.drafted, row.offered, row.paid = [], [], 0.0
         room = min(self.max_tokens, self.max_length - len(row.tokens) - 1)
         if row.ended or row.context is None or room < 1:
             return []
         self.counts["rounds"] += 1
+        cost = self.cost.of(rows)
         self._look_for_hint(row)
         if row.vain < VAIN_ROUNDS or row.rounds % VAIN_STRIDE == 0:
             offered = [draft for proposer in row.proposers for draft in proposer.propose()]
             row.offered = [self._calibrator.calibrate(draft) for draft in offered]
             vocabulary = min(self.situation.codec.vocab_size, self.situation.vocabulary)
-            row.drafted = best_chain(row.offered, room, self.cost.of(rows), vocabulary)
+            row.drafted = best_chain(row.offered, room, cost, vocabulary, self._calibrator.rate)
+        row.paid = cost(1 + len(row.drafted))
         self.counts["drafted"] += len(row.drafted)
         self.counts["rounds_without_draft"] += not row.drafted
         return [token for token, _ in row.drafted]
 
     def _look_for_hint(self, row: _Row) -> None:
-        """See whether the request has been named by now; take its tools where its prompt showed none."""
+        """See whether the request has been named by now; its tools are better than what its prompt seemed to show."""
         if row.hint is None or row.hint.tools or not row.hint.found() or row.context is None:
             return
         self.counts["named"] += 1
-        if not row.context.tools:
+        if [tool.name for tool in row.context.tools] != [tool.name for tool in row.hint.tools]:
             row.context = replace(row.context, tools=row.hint.tools)
             calls = next(proposer for proposer in row.proposers if isinstance(proposer, CallProposer))
             calls.begin(row.context)

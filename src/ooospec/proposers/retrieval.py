@@ -28,9 +28,10 @@ class RetrievalMemory:
 
     def __init__(self, capacity: int = 2048) -> None:
         self.capacity = capacity
-        self._states: list[NDArray[np.float32]] = []
+        self._states = np.zeros((0, 0), dtype=np.float32)
         self._outputs: list[list[int]] = []
-        self._nbytes = 0
+        self._next = 0  # where the next one goes: behind the others, or in place of the oldest
+        self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -38,20 +39,26 @@ class RetrievalMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of the states and the outputs."""
-        return self._nbytes
+        return self._states.nbytes + TOKEN_BYTES * self._tokens
 
     def add(self, state: NDArray[np.float32], output: Sequence[int]) -> None:
         """Store one finished request; the oldest goes when the memory is full."""
-        self._states.append(state / (np.linalg.norm(state) or 1.0))
-        self._outputs.append(list(output))
-        self._nbytes += self._states[-1].nbytes + TOKEN_BYTES * len(output)
-        if len(self._outputs) > self.capacity:
-            self._nbytes -= self._states[0].nbytes + TOKEN_BYTES * len(self._outputs[0])
-            del self._states[0], self._outputs[0]
+        at = self._next
+        if at == len(self._states):
+            grown = np.zeros((min(self.capacity, max(16, 2 * at)), len(state)), dtype=np.float32)
+            grown[:at] = self._states if at else 0.0
+            self._states = grown
+        if at == len(self._outputs):
+            self._outputs.append([])
+        self._tokens += len(output) - len(self._outputs[at])
+        self._states[at], self._outputs[at] = state / (np.linalg.norm(state) or 1.0), list(output)
+        self._next = (at + 1) % self.capacity
 
     def dump(self) -> bytes:
         """Write all requests."""
-        return msgspec.msgpack.encode([(s.tobytes(), o) for s, o in zip(self._states, self._outputs, strict=True)])
+        oldest = self._next % max(1, len(self._outputs))
+        order = [*range(oldest, len(self._outputs)), *range(oldest)]
+        return msgspec.msgpack.encode([(self._states[i].tobytes(), self._outputs[i]) for i in order])
 
     def load(self, data: bytes) -> None:
         """Read what `dump` wrote."""
@@ -62,7 +69,7 @@ class RetrievalMemory:
         """Return the outputs of the `count` most similar requests, most similar first."""
         if not self._outputs:
             return []
-        similarity = np.stack(self._states) @ (state / (np.linalg.norm(state) or 1.0))
+        similarity = self._states[: len(self._outputs)] @ (state / (np.linalg.norm(state) or 1.0))
         return [self._outputs[i] for i in np.argsort(-similarity, kind="stable")[:count]]
 
 
@@ -84,9 +91,13 @@ class SuffixIndex:
             if len(gram) == self.size and -1 not in gram:
                 self._ends.setdefault(gram, []).append(len(self.tokens))
 
-    def after_matches(self, count: int) -> list[int]:
-        """Return where the text goes on after earlier occurrences of the newest n-gram, newest first."""
-        ends = self._ends.get(tuple(self.tokens[-self.size :]), [])
+    def newest(self) -> tuple[int, ...]:
+        """Return the last n-gram."""
+        return tuple(self.tokens[-self.size :])
+
+    def after_matches(self, gram: tuple[int, ...], count: int) -> list[int]:
+        """Return where the text goes on after the occurrences of an n-gram, newest first."""
+        ends = self._ends.get(gram, [])
         return [end for end in ends[::-1] if end < len(self.tokens)][:count]
 
     def read(self, start: int, length: int) -> list[int]:
@@ -106,26 +117,23 @@ class Retrieval:
         self._context: DecodeContext | None = None
         self._state: NDArray[np.float32] | None = None
         self._indexes: list[SuffixIndex] = []
+        self._neighbours: list[SuffixIndex] = []
 
     def begin(self, context: DecodeContext) -> None:
         """Start a request with the prompt alone; neighbours join once the prompt's state is known."""
         self._context, self._state = context, None
-        self._build([])
-
-    def _build(self, neighbours: list[list[int]]) -> None:
-        assert self._context is not None
         self._indexes = [SuffixIndex(size) for size in SUFFIXES]
+        self._neighbours = [SuffixIndex(size) for size in SUFFIXES]
         for index in self._indexes:
-            for output in neighbours[::-1]:  # the most similar last: newest matches are offered first
-                index.extend(output, separate=True)
-            index.extend(self._context.prompt_ids, separate=True)
-            index.extend(self._context.output_ids)
+            index.extend(context.prompt_ids)
 
     def propose(self) -> list[Draft]:
-        """Offer up to four continuations of the longest suffix that occurred before."""
-        for index in self._indexes:
-            starts = index.after_matches(len(LENGTHS))
-            drafts = [index.read(start, length) for start, length in zip(starts, LENGTHS, strict=False)]
+        """Offer up to four continuations of the longest suffix that occurred before, in this request first."""
+        for index, others in zip(self._indexes, self._neighbours, strict=True):
+            gram = index.newest()
+            places = [(index, start) for start in index.after_matches(gram, len(LENGTHS))]
+            places += [(others, start) for start in others.after_matches(gram, len(LENGTHS) - len(places))]
+            drafts = [text.read(start, length) for (text, start), length in zip(places, LENGTHS, strict=False)]
             if any(drafts):
                 first = FIRST_CHANCE[index.size]
                 return [Draft.uniform(d, self.name, first / (rank + 1), 0.9) for rank, d in enumerate(drafts) if d]
@@ -135,10 +143,9 @@ class Retrieval:
         """Extend the searched text; look up the neighbours when the prompt's state arrives."""
         if commit.prompt_state is not None:
             self._state = commit.prompt_state
-            neighbours = self.memory.nearest(commit.prompt_state)
-            if neighbours:
-                self._build(neighbours)
-                return
+            for output in self.memory.nearest(commit.prompt_state)[::-1]:  # newest matches are offered first
+                for index in self._neighbours:
+                    index.extend(output, separate=True)
         for index in self._indexes:
             index.extend(commit.tokens)
 
@@ -146,4 +153,4 @@ class Retrieval:
         """Remember the output for later requests."""
         if self._context is not None and self._state is not None and self._context.output_ids:
             self.memory.add(self._state, self._context.output_ids)
-        self._context, self._indexes = None, []
+        self._context, self._indexes, self._neighbours = None, [], []

@@ -113,7 +113,7 @@ def chat_logprobs(codec: TextCodec, chances: Sequence[TokenChances]) -> dict[str
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = codec.decode_inside([token])
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(codec.token_bytes(token))}
 
     return {
         "content": [
@@ -253,6 +253,8 @@ class TextAnswer:
         self.envelope = Envelope(body.model, "text_completion")
         count = body.n * len(prompts)
         self.texts = [prompts[i // body.n].text if body.echo else "" for i in range(count)]
+        self._starts = list(map(len, self.texts))
+        self._offsets = list(self._starts)
         self.reasons: list[str | None] = [None] * count
         self.chances: list[list[TokenChances]] = [[] for _ in range(count)]
         self.results: list[Generation] = []
@@ -265,11 +267,13 @@ class TextAnswer:
         if index not in self._begun:
             self._begun.add(index)
             shown = self.texts[index] + text
-        offset = len(self.texts[index])
         self.texts[index] += text
         chances = item.commit.chances if isinstance(item, Step) else ()
         self.chances[index] += chances
-        logprobs = text_logprobs(self.codec, chances, offset) if chances and self.body.logprobs is not None else None
+        logprobs = None
+        if chances and self.body.logprobs is not None:
+            logprobs = text_logprobs(self.codec, chances, self._offsets[index])
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
         reason = None
         if isinstance(item, ChoiceDone):
             reason = "length" if item.finish_reason == "length" else "stop"
@@ -285,7 +289,7 @@ class TextAnswer:
         choices = [
             {
                 "index": i, "text": text, "finish_reason": self.reasons[i],
-                "logprobs": text_logprobs(self.codec, self.chances[i], 0) if asked else None,
+                "logprobs": text_logprobs(self.codec, self.chances[i], self._starts[i]) if asked else None,
             }
             for i, text in enumerate(self.texts)
         ]  # fmt: skip

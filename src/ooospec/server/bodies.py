@@ -54,7 +54,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def whole_characters(cls, value: Any) -> Any:
-        """Refuse what is no JSON object, and half surrogate pairs: no answer could repeat them."""
+        """Refuse what is no JSON object, and half surrogate pairs: no answer could repeat them. null = left out."""
         if isinstance(value, bytes):
             raise ValueError("the body must be sent as JSON, with the header Content-Type: application/json")
         try:
@@ -63,7 +63,7 @@ class Body(BaseModel):
             raise ValueError("the text holds half of a surrogate pair, which is no character") from None
         except RecursionError:
             raise ValueError("the body is nested too deeply") from None
-        return value
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
     model: StrictStr
     stream: StrictBool = False
@@ -81,7 +81,7 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
     seed: StrictInt | None = None
     prediction: Prediction | None = None
-    cache_salt: StrictStr | None = None
+    cache_salt: Annotated[StrictStr, Field(max_length=1024)] | None = None
     speculative: StrictBool | dict[str, Any] | None = None
 
     def decoder_options(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,17 +34,17 @@ class ServeSettings:
     model: str
     served_model_name: tuple[str, ...] = ()
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
     api_key: tuple[str, ...] = ()
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, msgspec.Meta(ge=8)] | None = None
     chat_template: str | None = None
     tool_call_parser: str | None = None
-    speculative_config: str | None = None
-    max_queue: int = 64
-    request_timeout: float = 600.0
-    max_body_bytes: int = 4 << 20
-    memory_bytes: int = 1 << 29
-    prefix_cache_bytes: int = 1 << 30
+    speculative_config: str | dict[str, Any] | None = None
+    max_queue: Annotated[int, msgspec.Meta(ge=1)] = 64
+    request_timeout: Annotated[float, msgspec.Meta(ge=1)] = 600.0
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 4 << 20
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 29
+    prefix_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
     ui: bool = True
     otlp_traces_endpoint: str | None = None
 
@@ -83,7 +83,7 @@ def read_settings(values: Mapping[str, Any]) -> ServeSettings:
     try:
         return msgspec.convert(chosen, ServeSettings)
     except msgspec.ValidationError as error:
-        raise UsageError(f"A setting has the wrong type: {error}.") from error
+        raise UsageError(f"A setting is wrong: {error}.") from error
 
 
 def parser_format(name: str | None) -> str | None:
@@ -93,7 +93,7 @@ def parser_format(name: str | None) -> str | None:
     return format_named(PARSERS.get(str(name), str(name))).name
 
 
-def speculative_options(text: str | None) -> dict[str, Any]:
+def speculative_options(text: str | dict[str, Any] | None) -> dict[str, Any]:
     """Read --speculative-config: {"method": NAME, "num_speculative_tokens": N}. Raises UsageError."""
     if text is None:
         return {}

@@ -23,6 +23,8 @@ from ooospec.server.errors import ApiError, as_api_error
 from ooospec.server.pipe import TextPipe
 
 logger = logging.getLogger("ooospec.server")
+ENTRY_BYTES = 4096
+"""What a memory takes before anything is remembered."""
 EXPECTED_S = 5.0
 """Time of a request before any was measured, for Retry-After."""
 
@@ -117,6 +119,7 @@ class Worker(threading.Thread):
         self._ending = False
         self._memories: OrderedDict[str, tuple[Memory, int]] = OrderedDict()
         """By API key and salt, with the bytes after its last use; the one used longest ago is dropped first."""
+        self._memories_total = 0
         self._mean_s = EXPECTED_S
 
     # ------------------------------------------------------------------ from other threads
@@ -161,7 +164,10 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Serve until drained."""
         while (job := self._next()) is not None:
-            self._serve(job)
+            try:
+                self._serve(job)
+            except Exception as error:  # whatever it was, the next job is served
+                logger.exception("after request %s", job.id, exc_info=error)
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -193,7 +199,6 @@ class Worker(threading.Thread):
         finally:
             if job.first is not None:
                 job.first.close()
-            self._bound_memories(job.salt)
             if job.aborted:
                 self._observe("aborted", 1)
             self._mean_s += 0.2 * (time.perf_counter() - start - self._mean_s)
@@ -221,6 +226,7 @@ class Worker(threading.Thread):
             rounds.close()
         result = request.result()
         text, events = pipe.close()
+        self._bound_memories(job.salt)
         self._observe("result", (job, result))
         job.send(ChoiceDone(choice, events, result, pipe.finish_reason(result), text))
 
@@ -237,7 +243,11 @@ class Worker(threading.Thread):
             try:
                 request = self._build(job, 0)
                 request.launch()
-                job.first = request
+                with self._changed:
+                    waits = job in self._queues.get(job.key, ())
+                    job.first = request if waits else None
+                if not waits:  # its client left in the meantime
+                    request.close()
             except Exception as error:
                 self._fail(job, error)
                 with self._changed:
@@ -251,15 +261,18 @@ class Worker(threading.Thread):
         if key not in self._memories:
             self._memories[key] = Memory(), 0
         self._memories.move_to_end(key)
-        return self._memories[key][0]
+        memory = self._memories[key][0]
+        self._bound_memories(key)
+        return memory
 
     def _bound_memories(self, used: str) -> None:
-        """Measure the memory that was used, and drop old ones while all together take too much."""
+        """Measure the memory that is used, and drop old ones while all together take too much."""
         if used in self._memories:
-            memory = self._memories[used][0]
-            self._memories[used] = memory, memory.nbytes
-        total = sum(size for _, size in self._memories.values())
-        while total > self._memory_bytes:
-            total -= self._memories.popitem(last=False)[1][1]
+            memory, before = self._memories[used]
+            size = ENTRY_BYTES + len(used) + memory.nbytes
+            self._memories[used] = memory, size
+            self._memories_total += size - before
+        while self._memories and self._memories_total > self._memory_bytes:
+            self._memories_total -= self._memories.popitem(last=False)[1][1]
             self._observe("memories_dropped", 1)
-        self._observe("memory_bytes", total)
+        self._observe("memory_bytes", self._memories_total)

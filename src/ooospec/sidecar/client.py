@@ -63,6 +63,7 @@ class Mailbox:
         """When the function choice arrived, from submission."""
         self.complete_ms: float | None = None
         self.wave: Done | None = None
+        self._stopped = False
 
     def poll(self) -> Hint:
         """Take what has arrived, without waiting, and return the hint as it stands."""
@@ -86,12 +87,13 @@ class Mailbox:
             self.wait(timeout_s)
             self._client.turns.taken(self.ready_ms is not None)
         if self.working:
+            self._stopped = True
             self._client.cancel(self)
 
     @property
     def working(self) -> bool:
         """Tell whether answers are still expected."""
-        over = self.hint.complete or self.hint.failed
+        over = self.hint.complete or self.hint.failed or self._stopped
         return not over and time.perf_counter() - self.submitted < WAVE_SECONDS
 
     def put(self, message: Function | SlotValue | Done, size: int) -> bool:

@@ -141,7 +141,8 @@ class WavePredictor:
         if not request.tools:
             return
         everything = range(len(request.tools))
-        trie, names, branches = self._plant(request, root, everything)
+        slots = sum(len(tool.slots) for tool in request.tools)
+        trie, names, branches = self._plant(request, root, everything if slots <= self.max_first_nodes else ())
         if len(trie.tokens) > self.max_first_nodes:  # too many questions for one pass: the function alone first
             trie, names, branches = self._plant(request, root, ())
         first = self._pass(trie, names, branches)

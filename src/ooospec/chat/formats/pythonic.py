@@ -6,12 +6,13 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span
+from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span, whole_characters
 from ooospec.core import Tool
 
 _KEY = re.compile(r"[^\W\d][\w\-]*")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -131,10 +132,9 @@ def json_of_python(text: str) -> str:
     """Rewrite a Python literal as JSON; numbers keep their digits, and what is no literal becomes a string."""
     if _NUMBER.fullmatch(text) or text in ("true", "false", "null"):
         return text
-    for read in (ast.literal_eval, json.loads):
+    for read in (ast.literal_eval, partial(json.loads, strict=False)):
         try:
-            written = json.dumps(read(text), ensure_ascii=False, allow_nan=False)
-            return written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return whole_characters(json.dumps(read(text), ensure_ascii=False, allow_nan=False))
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             continue
     return json.dumps(text, ensure_ascii=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ooospec.chat.formats.pythonic import as_object
-from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span, held_back, refuse_constant
+from ooospec.chat.scanner import WAIT, CallSpans, Item, Scanner, Span, held_back, refuse_constant, whole_characters
 from ooospec.core import Slot, Tool
 
 
@@ -145,9 +145,9 @@ def json_of_raw(text: str, slot: Slot | None) -> str:
         except (ValueError, RecursionError):
             value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
             text = json.dumps(value)
-        if not isinstance(value, str) and (not types or _type_of(value) in types or "string" not in types):
+        if not isinstance(value, str) and (not types or _fits(value, types) or "string" not in types):
             return text.strip()
-    return json.dumps(text if types == ("string",) else _raw(text), ensure_ascii=False)
+    return whole_characters(json.dumps(text if types == ("string",) else _raw(text), ensure_ascii=False))
 
 
 def _raw(text: str) -> str:
@@ -157,6 +157,11 @@ def _raw(text: str) -> str:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, str) else text
+
+
+def _fits(value: Any, types: Sequence[str]) -> bool:
+    kind = _type_of(value)
+    return kind in types or (kind == "integer" and "number" in types)
 
 
 def _type_of(value: Any) -> str:
