@@ -26,6 +26,9 @@ def answer(kind: str, message: Submit) -> list[bytes]:
     if kind == "stranger":
         number += 1000
     value = message.dialogue[-1].text if message.dialogue else "?"
+    if message.only >= 0:
+        replies = [SlotValue(number, message.only, 0, 80, value.split()[-1]), Done(number, 1, 2, 1)]
+        return [protocol.encoder.encode(reply) for reply in replies]
     replies = [Function(number, (0,), (90,)), SlotValue(number, 0, 0, 80, value), Done(number, 1, 2, 3)]
     if kind == "error":
         replies = [Done(number, 0, 0, 0, "ValueError: no")]

@@ -15,6 +15,7 @@ import pytest
 
 from ooospec.chat.schema import read_tools
 from ooospec.errors import SidecarError
+from ooospec.memory import Memory
 from ooospec.placement import Placement
 from ooospec.runtime import Decoder
 from ooospec.sidecar import protocol
@@ -22,6 +23,7 @@ from ooospec.sidecar.client import Mailbox, SidecarClient, _Turns, signature
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, Turn, Welcome
 from ooospec.sidecar.server import SidecarServer, bind
+from served import CALL, WEATHER, ByPrompt
 
 FAKE = Path(__file__).with_name("fake_sidecar.py")
 THREADS = Placement(1, 2, 1)
@@ -143,6 +145,32 @@ def test_the_good_hint_arrives(decoder, tools):
     assert hint.function.names == ("get_weather",)
     assert hint.slots["get_weather", "city"].value == "Oslo"
     assert 0 < hint.payload_bytes < 40
+
+
+@pytest.mark.parametrize("placement", [THREADS, Placement(0, 2, 1)], ids=["beside", "by turns"])
+def test_a_tool_that_the_target_chose_against_the_hint_gets_its_slots(decoder, placement):
+    """The fake sidecar believes in the first tool; the target calls the second."""
+    runner = decoder("good", placement)
+    runner.target = ByPrompt(runner.loaded.codec)
+    other = {"type": "function", "function": {"name": "other", "parameters": {"properties": {"x": {"type": "string"}}}}}
+    rounds = []
+    for asking in (True, False):
+        request = runner.request(
+            [{"role": "user", "content": "the weather in Oslo"}], [other, WEATHER], memory=Memory()
+        )
+        if not asking:
+            request._ask_slots = lambda tool: None
+        decoded = request.run()
+        for _ in decoded:
+            time.sleep(0.02)  # answers come between rounds
+        assert request.result().text == CALL
+        hint = request.mailbox.hint
+        assert hint.function.names == ("other",) and hint.complete
+        assert (hint.slots.get(("get_weather", "city")) is not None) == asking
+        assert hint.slots["other", "x"].value == "the weather in Oslo"
+        assert not runner._client._mailboxes
+        rounds.append(len(request.commits))
+    assert runner.warnings == {} and rounds[0] <= rounds[1]
 
 
 def test_two_engines_on_one_sidecar_do_not_mix_hints(tools):

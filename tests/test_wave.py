@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -50,6 +51,19 @@ def test_large_inventories_ask_for_the_function_first(tiny):
     key = lambda m: (m.tool, m.slot)  # noqa: E731
     assert [(key(m), m.value) for m in sorted(one, key=key)] == [(key(m), m.value) for m in sorted(two, key=key)]
     assert small.stats.steps > large.stats.steps
+
+
+def test_the_slots_of_a_tool_that_the_target_chose_are_asked_for_alone(tiny):
+    predictor = WavePredictor(tiny, min_tool_chance=0.0)
+    everything = [m for m in predictor.wave(REQUEST) if isinstance(m, SlotValue)]
+    for only in (0, 1):
+        asked = msgspec.structs.replace(REQUEST, request=9, only=only)
+        answers = [m for m in predictor.wave(asked) if m is not None]
+        assert all(isinstance(m, SlotValue) and m.request == 9 and m.tool == only for m in answers)
+        found = {m.slot: m.value for m in answers}
+        assert found == {m.slot: m.value for m in everything if m.tool == only}
+        assert predictor.stats.cached_tokens > 0 and predictor.stats.steps < 30
+    assert [m for m in predictor.wave(msgspec.structs.replace(REQUEST, only=7)) if m is not None] == []
 
 
 def test_a_branch_equals_asking_alone(tiny):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ooospec.chat.style import StyleBook, ValueBook
-from ooospec.core import Hint, Proposer
+from ooospec.core import Hint, Proposer, Tool
 from ooospec.errors import UsageError
 from ooospec.memory import Memory
 from ooospec.proposers.calls import CallProposer
@@ -28,6 +28,8 @@ class Setup:
     """Returns the hint as it stands, without waiting."""
     draft: Callable[[], Proposer] | None = None
     """Makes the proposer that runs a draft model; None where none is loaded."""
+    ask: Callable[[Tool], None] | None = None
+    """Asks the sidecar for the slots of a tool that the target has chosen against the hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def _toolspec(setup: Setup) -> list[Proposer]:
 def _ooo(setup: Setup) -> list[Proposer]:
     memory = setup.memory
     return [
-        CallProposer(memory.part(StyleBook), setup.poll, memory.part(ValueBook)),
+        CallProposer(memory.part(StyleBook), setup.poll, memory.part(ValueBook), setup.ask),
         Retrieval(memory.part(RetrievalMemory)),
         TokenRecycling(memory.part(SuccessorTable)),
     ]

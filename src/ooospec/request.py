@@ -17,7 +17,7 @@ from ooospec.chat.schema import openai_tools
 from ooospec.chat.template import Conversation, RawPrompt, plain_text, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS
 from ooospec.constraint import AfterThinking, StrictCalls
-from ooospec.core import Commit, DecodeContext, Hint, ToolCall
+from ooospec.core import Commit, DecodeContext, Hint, Tool, ToolCall
 from ooospec.engine import decode
 from ooospec.errors import RequestStopped, UsageError
 from ooospec.generation import Generation, HintReport
@@ -94,6 +94,7 @@ class Request:
         self.deadline = math.inf
         """`time.perf_counter()` after which the request is stopped."""
         self._stopped = False
+        self._asked: set[str] = set()
         self.ready_round: int | None = None
         self.cached_tokens = 0
         self.total_ms = 0.0
@@ -190,7 +191,7 @@ class Request:
             return stock_decode(decoder.target, context, self.output, self.limits, self.salt, self.clock)
         chooser = make_chooser(self.sampling, context.prompt_ids, self.constraint)
         draft = decoder.draft.proposer if decoder.draft is not None else None
-        sources = self.method.build(Setup(self.memory, self._poll, draft))
+        sources = self.method.build(Setup(self.memory, self._poll, draft, self._ask_slots))
         if self.prediction and self.method.name != "ar":
             self._predicted = PredictedText(self.prediction)
             sources = [self._predicted, *sources]
@@ -205,6 +206,15 @@ class Request:
         if hint is not None and hint.function is not None and self.ready_round is None:
             self.ready_round = len(self.commits)
         return hint
+
+    def _ask_slots(self, tool: Tool) -> None:
+        """Ask the sidecar, once a tool, for the slots of one that the target chose and the wave did not."""
+        mailbox = self.mailbox
+        over = mailbox is not None and not mailbox.working and not mailbox.hint.failed
+        if mailbox is not None and over and mailbox.hint.function is not None and tool.name not in self._asked:
+            self._asked.add(tool.name)
+            mailbox.ask_slots([known.name for known in self.tools].index(tool.name))
+            self.decoder._take_turns(mailbox)
 
     def answer_stream(self) -> AnswerStream:
         """Return what splits the answer's text into content, reasoning and calls."""

@@ -32,10 +32,16 @@ class CallProposer:
     wants_top = False
 
     def __init__(
-        self, book: StyleBook, poll: Callable[[], Hint | None] | None = None, values: ValueBook | None = None
+        self,
+        book: StyleBook,
+        poll: Callable[[], Hint | None] | None = None,
+        values: ValueBook | None = None,
+        ask: Callable[[Tool], None] | None = None,
     ) -> None:
-        """`values` = also guess inside values that nobody predicted: recall, copy, end."""
-        self.book, self._poll, self.values = book, poll, values
+        """`values` = also guess inside values that nobody predicted: recall, copy, end. `ask` = for the slots of a tool
+        that the target has chosen against the hint.
+        """
+        self.book, self._poll, self.values, self._ask = book, poll, values, ask
 
     def begin(self, context: DecodeContext) -> None:
         """Start a request."""
@@ -55,12 +61,31 @@ class CallProposer:
         """Offer the hinted call in each style the committed text allows, then what the schema alone says."""
         if not self._context.tools or not self._splitter.answering:
             return []
-        hint = self._poll() if self._poll is not None else None
+        hint = self._hint()
         drafts: list[Draft] = []
         if hint is not None and (hint.function is not None or hint.slots):
             drafts += self._drafts("hint", self._eager(_hinted(hint, self._context.tools)), MAX_HINT_DRAFTS)
         uninformed = self._eager(_uninformed(self._context.tools))
         return drafts + self._drafts("schema", uninformed, MAX_DRAFTS - len(drafts))
+
+    def _hint(self) -> Hint | None:
+        """Return the hint as it stands; where it knows nothing of the tool that the target chose, more is asked for."""
+        hint = self._poll() if self._poll is not None else None
+        chosen = self._chosen() if self._ask is not None else None
+        if hint is None or self._poll is None or self._ask is None or chosen is None or not chosen.slots:
+            return hint
+        if any((chosen.name, slot.name) in hint.slots for slot in chosen.slots):
+            return hint
+        self._ask(chosen)
+        return self._poll()
+
+    def _chosen(self) -> Tool | None:
+        """Return the tool whose call is being written, once its name is."""
+        call = self._scanner.open
+        if call is None or call.name is None or call.name.end is None:
+            return None
+        name = self._scanner.name_of(call)
+        return next((tool for tool in self._context.tools if tool.name == name), None)
 
     def _eager(self, guess: Guess) -> Guess:
         return (

@@ -55,9 +55,14 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 300.0
 class Mailbox:
     """The hint of one request, filled by `SidecarClient` as messages arrive."""
 
-    def __init__(self, client: SidecarClient, request: int, tools: tuple[Tool, ...]) -> None:
-        self._client, self.request, self.tools = client, request, tools
+    def __init__(
+        self, client: SidecarClient, request: int, tools: tuple[Tool, ...], asked: Submit | None = None
+    ) -> None:
+        self._client, self.request, self.tools, self._asked = client, request, tools, asked
         self.hint = Hint()
+        self.numbers: list[int] = []
+        """Of all waves whose answers belong here; `request` is the last."""
+        self._expected_until = time.perf_counter() + WAVE_SECONDS
         self.submitted, self.submitted_at = time.perf_counter(), time.monotonic()
         self.ready_ms: float | None = None
         """When the function choice arrived, from submission."""
@@ -94,13 +99,23 @@ class Mailbox:
     def working(self) -> bool:
         """Tell whether answers are still expected."""
         over = self.hint.complete or self.hint.failed or self._stopped
-        return not over and time.perf_counter() - self.submitted < WAVE_SECONDS
+        return not over and time.perf_counter() < self._expected_until
+
+    def ask_slots(self, tool: int) -> None:
+        """Ask for the slots of a tool that the target chose against the hint; the answers come into this one too."""
+        if self._asked is not None:
+            self.hint.complete = self._stopped = False
+            self._expected_until = time.perf_counter() + WAVE_SECONDS
+            self._client.start(self, msgspec.structs.replace(self._asked, fresh=False, only=tool))
 
     def put(self, message: Function | SlotValue | Done, size: int) -> bool:
         """File a message; False if it does not fit the request."""
         now = (time.perf_counter() - self.submitted) * 1e3
         if isinstance(message, Done):
-            self.wave, self.complete_ms = message, now
+            if message.request != self.request:  # of a wave that another one has taken the place of
+                return True
+            if self.wave is None:
+                self.wave, self.complete_ms = message, now
             self.hint.complete, self.hint.failed = not message.error, bool(message.error)
             return True
         if isinstance(message, Function):
@@ -207,18 +222,24 @@ class SidecarClient:
 
     def submit(self, tools: tuple[Tool, ...], messages: Sequence[tuple[str, str]], fresh: bool = False) -> Mailbox:
         """Start a wave; returns at once. `fresh` = without KV entries of earlier requests."""
+        turns = tuple(Turn(role, text.encode("utf-8", "replace").decode()) for role, text in messages)
+        asked = Submit(0, tuple(signature(tool) for tool in tools), turns, fresh)
+        mailbox = Mailbox(self, 0, tools, asked)
+        self.start(mailbox, asked)
+        return mailbox
+
+    def start(self, mailbox: Mailbox, asked: Submit) -> None:
+        """Send a wave's questions, under a number of its own; its answers come into the mailbox."""
         self.receive()
         self._revive()
         self._number += 1
-        mailbox = Mailbox(self, self._number, tools)
-        turns = tuple(Turn(role, text.encode("utf-8", "replace").decode()) for role, text in messages)
-        message = Submit(self._number, tuple(signature(tool) for tool in tools), turns, fresh)
-        if self._send(message):
+        mailbox.request = self._number
+        mailbox.numbers.append(self._number)
+        if self._send(msgspec.structs.replace(asked, request=self._number)):
             self._mailboxes[self._number] = mailbox
             self._unanswered_since = self._unanswered_since or time.monotonic()
         else:
             self._fail(mailbox, "unreachable")
-        return mailbox
 
     def name(self, mailbox: Mailbox, key: bytes) -> None:
         """Pass a request and its answers on to the sidecar's subscribers, who know it by `key`."""
@@ -340,7 +361,8 @@ class SidecarClient:
         """Forget a request; a wave that still runs is cancelled."""
         if not mailbox.hint.complete and not mailbox.hint.failed:
             self.cancel(mailbox)
-        self._mailboxes.pop(mailbox.request, None)
+        for number in mailbox.numbers:
+            self._mailboxes.pop(number, None)
 
     def _disconnect(self) -> None:
         if self._socket is not None:

@@ -89,7 +89,7 @@ class WavePredictor:
         stats = self.stats = WaveStats()
         if request.fresh and self.model.prefix_cache is not None:
             self.model.prefix_cache.clear()
-        prior = self._prior(request)
+        prior = self._prior(request) if request.only < 0 else []
         yield None
         prefix = prefix_ids(self.loaded, request.tools, request.dialogue)
         self._copies = CopyIndex(prefix, self._texts)
@@ -100,7 +100,10 @@ class WavePredictor:
                 lead = self._prefill(lead, PREFILL_CHUNK)
                 yield None
             stats.prefill_ms = (time.perf_counter() - start) * 1e3
-            yield from self._ask(request, prefix[-1], prior)
+            if request.only < 0:
+                yield from self._ask(request, prefix[-1], prior)
+            elif request.only < len(request.tools):
+                yield from self._ask_slots(request, prefix[-1], [request.only])
         finally:
             self.model.end(prefix)
             stats.wave_ms = (time.perf_counter() - start) * 1e3
@@ -152,18 +155,24 @@ class WavePredictor:
         best = ranked[:TOP_FUNCTIONS]
         yield Function(request.request, tuple(best), tuple(_percent(chances[tool]) for tool in best))
         likely = [tool for tool in ranked if tool == ranked[0] or chances[tool] >= self.min_tool_chance]
-        if not branches:
+        if branches:
+            yield from self._answer(request, [branch for branch in branches if branch.tool in likely], first)
+        else:
             self.model.cache.set_length(first.base)
-            trie, _, branches = self._plant(request, root, likely)
-            if branches:
-                first = self._pass(trie, [], branches)
-        live = [branch for branch in branches if branch.tool in likely]
-        yield from self._answer(request, live, first)
+            yield from self._ask_slots(request, root, likely)
 
-    def _plant(self, request: Submit, root: int, tools: Sequence[int]) -> tuple[Trie, list[list[int]], list[Branch]]:
+    def _ask_slots(self, request: Submit, root: int, tools: Sequence[int]) -> Iterator[SlotValue | None]:
+        trie, _, branches = self._plant(request, root, tools, function=False)
+        if branches:
+            yield from self._answer(request, branches, self._pass(trie, [], branches))
+
+    def _plant(
+        self, request: Submit, root: int, tools: Sequence[int], function: bool = True
+    ) -> tuple[Trie, list[list[int]], list[Branch]]:
         """Put the function question and the slot questions of `tools` into one trie."""
         trie = Trie([root])
-        names = [trie.add(self.codec.encode(f'{FUNCTION_QUESTION}{tool.name}"')) for tool in request.tools]
+        asked = request.tools if function else ()
+        names = [trie.add(self.codec.encode(f'{FUNCTION_QUESTION}{tool.name}"')) for tool in asked]
         branches = [
             Branch.plant(trie, self.codec, (tool, request.tools[tool].name), (index, slot))
             for tool in tools

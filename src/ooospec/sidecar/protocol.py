@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 
 
 class ToolSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +56,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     dialogue: tuple[Turn, ...]
     fresh: bool = False
     """True = use no KV entries of earlier requests (for measurements)."""
+    only: int = -1
+    """The tool whose slots alone are asked for, as the target has chosen it; -1 = the function too."""
     version: int = VERSION
 
 
