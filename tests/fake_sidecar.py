@@ -26,6 +26,12 @@ def answer(kind: str, message: Submit) -> list[bytes]:
     if kind == "stranger":
         number += 1000
     value = message.dialogue[-1].text if message.dialogue else "?"
+    if message.slot >= 0:
+        replies = [
+            SlotValue(number, message.only, message.slot, 80, message.written.strip('"') + "slo"),
+            Done(number),
+        ]
+        return [protocol.encoder.encode(reply) for reply in replies]
     if message.only >= 0:
         replies = [SlotValue(number, message.only, 0, 80, value.split()[-1]), Done(number, 1, 2, 1)]
         return [protocol.encoder.encode(reply) for reply in replies]

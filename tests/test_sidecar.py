@@ -159,18 +159,31 @@ def test_a_tool_that_the_target_chose_against_the_hint_gets_its_slots(decoder, p
             [{"role": "user", "content": "the weather in Oslo"}], [other, WEATHER], memory=Memory()
         )
         if not asking:
-            request._ask_slots = lambda tool: None
+            request._ask_slots = lambda *asked: None
         decoded = request.run()
         for _ in decoded:
             time.sleep(0.02)  # answers come between rounds
         assert request.result().text == CALL
         hint = request.mailbox.hint
-        assert hint.function.names == ("other",) and hint.complete
+        assert hint.function.names == ("other",)
         assert (hint.slots.get(("get_weather", "city")) is not None) == asking
         assert hint.slots["other", "x"].value == "the weather in Oslo"
         assert not runner._client._mailboxes
         rounds.append(len(request.commits))
     assert runner.warnings == {} and rounds[0] <= rounds[1]
+
+
+@pytest.mark.parametrize("placement", [THREADS, Placement(0, 2, 1)], ids=["beside", "by turns"])
+def test_a_value_that_the_target_begins_otherwise_is_asked_for_again(decoder, placement):
+    runner = decoder("good", placement)
+    runner.target = ByPrompt(runner.loaded.codec)
+    request = runner.request([{"role": "user", "content": "Rome; the weather there"}], [WEATHER], memory=Memory())
+    for _ in request.run():
+        time.sleep(0.02)
+    assert request.result().text == CALL
+    asked = len(request.mailbox.numbers)
+    assert asked > 1 if runner.waves_run_ahead else asked == 1
+    assert runner.warnings == {}
 
 
 def test_two_engines_on_one_sidecar_do_not_mix_hints(tools):

@@ -10,7 +10,7 @@ import torch
 from ooospec.errors import UsageError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.adapter import Habits, adapter_label, check_base, find_adapter, read_habits, shape_of, write_habits
-from ooospec.sidecar.branches import Branch, Trie
+from ooospec.sidecar.branches import MAX_ANSWER_TOKENS, Branch, Trie
 from ooospec.sidecar.predictor import WavePredictor, is_mentioned
 from ooospec.sidecar.prompt import prefix_ids
 from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSlot, Turn
@@ -62,8 +62,21 @@ def test_the_slots_of_a_tool_that_the_target_chose_are_asked_for_alone(tiny):
         assert all(isinstance(m, SlotValue) and m.request == 9 and m.tool == only for m in answers)
         found = {m.slot: m.value for m in answers}
         assert found == {m.slot: m.value for m in everything if m.tool == only}
-        assert predictor.stats.cached_tokens > 0 and predictor.stats.steps < 30
-    assert [m for m in predictor.wave(msgspec.structs.replace(REQUEST, only=7)) if m is not None] == []
+        assert predictor.stats.cached_tokens > 0
+        assert predictor.stats.steps < 30
+    for nowhere in ({"only": 7}, {"only": 0, "slot": 9}):
+        assert [m for m in predictor.wave(msgspec.structs.replace(REQUEST, **nowhere)) if m is not None] == []
+
+
+def test_a_value_goes_on_from_what_the_target_has_written(tiny):
+    predictor = WavePredictor(tiny)
+    for slot, written, value in ((0, '"Oslo"', "Oslo"), (3, '{"a": [1, 2]}', {"a": [1, 2]}), (3, "true ", True)):
+        asked = msgspec.structs.replace(REQUEST, only=0, slot=slot, written=written)
+        (answer,) = [m for m in predictor.wave(asked) if m is not None]
+        assert (answer.tool, answer.slot, answer.value, answer.present) == (0, slot, value, True)
+    asked = msgspec.structs.replace(REQUEST, only=0, slot=0, written='"Os')
+    answers = [m for m in predictor.wave(asked) if m is not None]
+    assert all(m.value.startswith("Os") for m in answers) and predictor.stats.steps <= 1 + MAX_ANSWER_TOKENS
 
 
 def test_a_branch_equals_asking_alone(tiny):

@@ -17,6 +17,8 @@ from ooospec.proposers.samd import SuffixAutomatonDrafts
 from ooospec.proposers.suffix import SuffixDecoding, SuffixMemory
 
 Poll = Callable[[], Hint | None]
+Ask = Callable[[Tool, str, str], None]
+"""Called with a tool, the name of a slot or "" for all, and how its value begins, as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Setup:
     """Returns the hint as it stands, without waiting."""
     draft: Callable[[], Proposer] | None = None
     """Makes the proposer that runs a draft model; None where none is loaded."""
-    ask: Callable[[Tool], None] | None = None
-    """Asks the sidecar for the slots of a tool that the target has chosen against the hint."""
+    ask: Ask | None = None
+    """Asks the sidecar for more, as the target writes what the hint does not say."""
 
 
 @dataclass(frozen=True, slots=True)

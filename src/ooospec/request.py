@@ -94,7 +94,7 @@ class Request:
         self.deadline = math.inf
         """`time.perf_counter()` after which the request is stopped."""
         self._stopped = False
-        self._asked: set[str] = set()
+        self._asked: set[tuple[str, str, str]] = set()
         self.ready_round: int | None = None
         self.cached_tokens = 0
         self.total_ms = 0.0
@@ -207,14 +207,20 @@ class Request:
             self.ready_round = len(self.commits)
         return hint
 
-    def _ask_slots(self, tool: Tool) -> None:
-        """Ask the sidecar, once a tool, for the slots of one that the target chose and the wave did not."""
-        mailbox = self.mailbox
-        over = mailbox is not None and not mailbox.working and not mailbox.hint.failed
-        if mailbox is not None and over and mailbox.hint.function is not None and tool.name not in self._asked:
-            self._asked.add(tool.name)
-            mailbox.ask_slots([known.name for known in self.tools].index(tool.name))
-            self.decoder._take_turns(mailbox)
+    def _ask_slots(self, tool: Tool, slot: str, written: str) -> None:
+        """Ask the sidecar for all slots of a tool that the target chose and the wave did not, or the rest of a value.
+
+        The rest of a value is asked for only where the sidecar has cores of its own; nothing is asked for twice.
+        """
+        mailbox, decoder = self.mailbox, self.decoder
+        if mailbox is None or mailbox.working or mailbox.hint.failed or mailbox.hint.function is None:
+            return
+        if (tool.name, slot, written) in self._asked or (slot and not decoder.waves_run_ahead):
+            return
+        self._asked.add((tool.name, slot, written))
+        index = [known.name for known in tool.slots].index(slot) if slot else -1
+        mailbox.ask_slots([known.name for known in self.tools].index(tool.name), index, written)
+        decoder._take_turns(mailbox)
 
     def answer_stream(self) -> AnswerStream:
         """Return what splits the answer's text into content, reasoning and calls."""

@@ -36,10 +36,10 @@ class CallProposer:
         book: StyleBook,
         poll: Callable[[], Hint | None] | None = None,
         values: ValueBook | None = None,
-        ask: Callable[[Tool], None] | None = None,
+        ask: Callable[[Tool, str, str], None] | None = None,
     ) -> None:
-        """`values` = also guess inside values that nobody predicted: recall, copy, end. `ask` = for the slots of a tool
-        that the target has chosen against the hint.
+        """`values` = also guess inside values that nobody predicted: recall, copy, end. `ask(tool, slot, written)` asks
+        for all slots ("") of a tool that the target has chosen against the hint, or for the rest of a value.
         """
         self.book, self._poll, self.values, self._ask = book, poll, values, ask
 
@@ -69,15 +69,32 @@ class CallProposer:
         return drafts + self._drafts("schema", uninformed, MAX_DRAFTS - len(drafts))
 
     def _hint(self) -> Hint | None:
-        """Return the hint as it stands; where it knows nothing of the tool that the target chose, more is asked for."""
+        """Return the hint as it stands; where the target writes what it does not say, more is asked for."""
         hint = self._poll() if self._poll is not None else None
         chosen = self._chosen() if self._ask is not None else None
         if hint is None or self._poll is None or self._ask is None or chosen is None or not chosen.slots:
             return hint
         if any((chosen.name, slot.name) in hint.slots for slot in chosen.slots):
-            return hint
-        self._ask(chosen)
+            slot, written = self._astray(hint, chosen)
+            if not slot:
+                return hint
+            self._ask(chosen, slot, written)
+        else:
+            self._ask(chosen, "", "")
         return self._poll()
+
+    def _astray(self, hint: Hint, tool: Tool) -> tuple[str, str]:
+        """Return the slot whose value the target has begun otherwise than the hint says, and how; else ("", "")."""
+        call, text = self._scanner.open, self._scanner.text
+        item = call.items[-1] if call is not None and call.items else None
+        if item is None or item.value is None or item.value.end is not None:
+            return "", ""
+        name, written, style = item.key.of(text), item.value.of(text), self._styles[0][0]
+        known = hint.slots.get((tool.name, name))
+        if style.values != "json" or len(written) < 2 or written[0] not in '"[{' or tool.slot(name) is None:
+            return "", ""
+        right = known is not None and known.present and style.write(known.value).startswith(written)
+        return ("", "") if right else (name, written)
 
     def _chosen(self) -> Tool | None:
         """Return the tool whose call is being written, once its name is."""

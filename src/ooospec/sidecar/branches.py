@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from ooospec.chat.codec import TextCodec
 from ooospec.sidecar.prompt import slot_question
 from ooospec.sidecar.protocol import ToolSlot
@@ -91,6 +93,20 @@ class Branch:
     seen: list[int] = field(default_factory=list)
     """KV slots that the next token may see besides the prefix."""
     position: int = 0
+    given: int = 0
+    """Tokens at the answer's beginning that were not decoded."""
+
+    @classmethod
+    def continuing(
+        cls, trie: Trie, codec: TextCodec, tool: tuple[int, str], slot: tuple[int, ToolSlot], written: str
+    ) -> Branch:
+        """Add the question for a slot, and the beginning of its value, to the trie."""
+        asked, begun = codec.encode(slot_question(tool[1], slot[1].name)), codec.encode(f" {written}")
+        nodes = trie.add([*asked, *begun])
+        branch = cls(tool[0], slot[0], "json", replace(slot[1], required=True), "")
+        branch.colon, branch.end = nodes[len(asked) - 1], nodes[-1]
+        branch.answer, branch.given = begun, len(begun)
+        return branch
 
     @classmethod
     def plant(cls, trie: Trie, codec: TextCodec, tool: tuple[int, str], slot: tuple[int, ToolSlot]) -> Branch:
@@ -118,7 +134,7 @@ class Branch:
     def finish(self, codec: TextCodec) -> tuple[bool, Any]:
         """Say whether the answer is complete, and its value (None while it is not, or if it is no JSON)."""
         text = codec.decode(self.answer)
-        enough = len(self.answer) >= MAX_ANSWER_TOKENS or self.log_chance < MIN_CHANCE
+        enough = len(self.answer) - self.given >= MAX_ANSWER_TOKENS or self.log_chance < MIN_CHANCE
         if self.kind == "string":
             closing = _STRING_END.search(text)
             if closing is not None:

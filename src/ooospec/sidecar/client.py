@@ -101,12 +101,17 @@ class Mailbox:
         over = self.hint.complete or self.hint.failed or self._stopped
         return not over and time.perf_counter() < self._expected_until
 
-    def ask_slots(self, tool: int) -> None:
-        """Ask for the slots of a tool that the target chose against the hint; the answers come into this one too."""
+    def ask_slots(self, tool: int, slot: int = -1, written: str = "") -> None:
+        """Ask for the slots of a tool that the target chose against the hint, or for the rest of one value.
+
+        The answers come into the same hint. `written` = how the target has begun the value, as JSON text.
+        """
         if self._asked is not None:
             self.hint.complete = self._stopped = False
             self._expected_until = time.perf_counter() + WAVE_SECONDS
-            self._client.start(self, msgspec.structs.replace(self._asked, fresh=False, only=tool))
+            self._client.start(
+                self, msgspec.structs.replace(self._asked, fresh=False, only=tool, slot=slot, written=written)
+            )
 
     def put(self, message: Function | SlotValue | Done, size: int) -> bool:
         """File a message; False if it does not fit the request."""

@@ -102,8 +102,11 @@ class WavePredictor:
             stats.prefill_ms = (time.perf_counter() - start) * 1e3
             if request.only < 0:
                 yield from self._ask(request, prefix[-1], prior)
-            elif request.only < len(request.tools):
-                yield from self._ask_slots(request, prefix[-1], [request.only])
+            elif request.only < len(request.tools) and request.slot < len(request.tools[request.only].slots):
+                if request.slot < 0:
+                    yield from self._ask_slots(request, prefix[-1], [request.only])
+                else:
+                    yield from self._go_on(request, prefix[-1])
         finally:
             self.model.end(prefix)
             stats.wave_ms = (time.perf_counter() - start) * 1e3
@@ -166,6 +169,15 @@ class WavePredictor:
         if branches:
             yield from self._answer(request, branches, self._pass(trie, [], branches))
 
+    def _go_on(self, request: Submit, root: int) -> Iterator[SlotValue | None]:
+        """Continue a value that the target has begun otherwise than predicted."""
+        tool, trie = request.tools[request.only], Trie([root])
+        named, slot = (request.only, tool.name), (request.slot, tool.slots[request.slot])
+        branch = Branch.continuing(trie, self.codec, named, slot, request.written)
+        first = self._pass(trie, [], [branch])
+        self._take(branch, first.rows[branch.end])
+        yield from self._decode(request, [branch], first)
+
     def _plant(
         self, request: Submit, root: int, tools: Sequence[int], function: bool = True
     ) -> tuple[Trie, list[list[int]], list[Branch]]:
@@ -216,6 +228,10 @@ class WavePredictor:
             else:
                 self._take(branch, first.rows[branch.end])
                 decoding.append(branch)
+        yield from self._decode(request, decoding, first)
+
+    def _decode(self, request: Submit, decoding: list[Branch], first: _Pass) -> Iterator[SlotValue | None]:
+        dialogue = "\n".join(turn.text for turn in request.dialogue)
         while decoding:
             still = []
             for branch in decoding:

@@ -58,6 +58,10 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """True = use no KV entries of earlier requests (for measurements)."""
     only: int = -1
     """The tool whose slots alone are asked for, as the target has chosen it; -1 = the function too."""
+    slot: int = -1
+    """With `only`: the one slot that is asked for; -1 = all."""
+    written: str = ""
+    """With `slot`: how the target has begun its value, as JSON text; the answer goes on from there."""
     version: int = VERSION
 
 
