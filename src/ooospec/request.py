@@ -210,17 +210,17 @@ class Request:
     def _ask_slots(self, tool: Tool, slot: str, written: str) -> None:
         """Ask the sidecar for all slots of a tool that the target chose and the wave did not, or the rest of a value.
 
-        The rest of a value is asked for only where the sidecar has cores of its own; nothing is asked for twice.
+        Nothing is asked for twice, and nothing while it works.
         """
-        mailbox, decoder = self.mailbox, self.decoder
+        mailbox = self.mailbox
         if mailbox is None or mailbox.working or mailbox.hint.failed or mailbox.hint.function is None:
             return
-        if (tool.name, slot, written) in self._asked or (slot and not decoder.waves_run_ahead):
+        if (tool.name, slot, written) in self._asked:
             return
         self._asked.add((tool.name, slot, written))
         index = [known.name for known in tool.slots].index(slot) if slot else -1
         mailbox.ask_slots([known.name for known in self.tools].index(tool.name), index, written)
-        decoder._take_turns(mailbox)
+        self.decoder._take_turns(mailbox)
 
     def answer_stream(self) -> AnswerStream:
         """Return what splits the answer's text into content, reasoning and calls."""
