@@ -52,8 +52,6 @@ class Record(msgspec.Struct):
     style_key: str
     function: FunctionHint | None
     slots: list[SlotHint]
-    dialogue: list[tuple[str, str]]
-    """(role, text) as the sidecar is given it."""
 
     def hint(self) -> Hint:
         return Hint(self.function, {(s.tool, s.slot): s for s in self.slots}, True)
@@ -71,8 +69,9 @@ def record(file: Path, data: Path, limit: int) -> None:
                 continue
             conversation = render(decoder.loaded.tokenizer, list(request.messages), request.tools)
             result = decoder.generate(list(request.messages), request.tools)
-            dialogue = [(str(m["role"]), plain_text(m)) for m in conversation.messages]
-            mailbox = decoder._client.submit(conversation.tools, dialogue)
+            mailbox = decoder._client.submit(
+                conversation.tools, [(str(m["role"]), plain_text(m)) for m in conversation.messages]
+            )
             mailbox.wait(60)
             mailbox.close()
             prompt, output = decoder.loaded.codec.encode(conversation.prompt), list(result.output_ids)
@@ -81,7 +80,7 @@ def record(file: Path, data: Path, limit: int) -> None:
                 logits = decoder.loaded.model(input_ids=ids, use_cache=False, logits_to_keep=len(output) + 1).logits[0]
             row = Record(
                 request.id, name, prompt, output, top_indices(logits, WIDTH).tolist(), conversation.tools,
-                conversation.style_key, mailbox.hint.function, list(mailbox.hint.slots.values()), dialogue,
+                conversation.style_key, mailbox.hint.function, list(mailbox.hint.slots.values()),
             )  # fmt: skip
             sink.write(msgspec.json.encode(row) + b"\n")
             sink.flush()
