@@ -26,6 +26,8 @@ def answer(kind: str, message: Submit) -> list[bytes]:
     if kind == "stranger":
         number += 1000
     value = message.dialogue[-1].text if message.dialogue else "?"
+    if message.only >= 0 and kind == "deaf":
+        return []
     if message.slot >= 0:
         replies = [
             SlotValue(number, message.only, message.slot, 80, message.written.strip('"') + "slo"),

@@ -9,7 +9,7 @@ import pytest
 from ooospec.chat.prompt_tools import tools_in_prompt
 from ooospec.chat.schema import read_tools
 from ooospec.core import FunctionHint, Hint, SlotHint
-from ooospec.integrations.rows import RowDrafter, Situation, StepCost, prompt_key
+from ooospec.integrations.rows import Known, RowDrafter, Situation, StepCost, prompt_key
 
 WIDTH = 2048
 FORM = 'Call with {"name": NAME, "arguments": OBJECT}.'
@@ -80,7 +80,11 @@ class Engine:
 
 class Named:
     def __init__(self, asked=()):
-        self.known = {prompt_key(a.prompt): (read_tools(a.tools), lambda a=a: a.hint) for a in asked}
+        self.asked = []
+        self.known = {
+            prompt_key(a.prompt): Known(read_tools(a.tools), lambda a=a: a.hint, lambda *more: self.asked.append(more))
+            for a in asked
+        }
 
     def find(self, key):
         return self.known.get(key)
@@ -173,6 +177,27 @@ def test_earlier_calls_are_remembered_even_of_requests_that_ran_into_a_limit(cod
     engine.step()
     second, again = (Asked(codec, 7, "Trondheim", "the same place") for _ in range(2))
     assert run(engine, second) < run(Engine(make()), again)
+
+
+def test_what_the_target_writes_otherwise_is_asked_for_once(codec, make):
+    row = Asked(codec, 3, "Oslo")
+    name = "get_3"
+    row.hint.slots[name, "city"] = SlotHint(name, "city", "Rome", True, 0.95)
+    named = Named([row])
+    run(Engine(make(named)), row)
+    assert named.asked and all(tool == 0 and slot == 0 for tool, slot, _ in named.asked)
+    assert len(set(named.asked)) == len(named.asked)
+    assert all('"Oslo"'.startswith(written) and len(written) > 1 for _, _, written in named.asked)
+    other = Asked(codec, 4, "Oslo")
+    other.hint = Hint(FunctionHint(("other",), (0.9,)), {}, complete=True)
+    named = Named([other])
+    run(Engine(make(named)), other)
+    assert named.asked[0] == (0, -1, "")
+    unfinished = Asked(codec, 5, "Oslo")
+    unfinished.hint = Hint(FunctionHint(("other",), (0.9,)), {})
+    named = Named([unfinished])
+    run(Engine(make(named)), unfinished)
+    assert named.asked == []
 
 
 def test_what_breaks_is_counted_and_the_engine_goes_on(codec, make, caplog):

@@ -185,6 +185,19 @@ def test_a_value_that_the_target_begins_otherwise_is_asked_for_again(decoder, pl
     assert runner.warnings == {}
 
 
+@pytest.mark.parametrize("placement", [THREADS, Placement(0, 2, 1)], ids=["beside", "by turns"])
+def test_a_sidecar_that_does_not_answer_again_is_asked_once(decoder, placement, monkeypatch):
+    monkeypatch.setattr("ooospec.runtime.TURN_S", 0.3)
+    runner = decoder("deaf", placement)
+    runner.target = ByPrompt(runner.loaded.codec)
+    request = runner.request([{"role": "user", "content": "Rome; the weather there"}], [WEATHER], memory=Memory())
+    start = time.monotonic()
+    for _ in request.run():
+        time.sleep(0.02)
+    assert request.result().text == CALL and len(request.mailbox.numbers) == 2
+    assert time.monotonic() - start < 5
+
+
 def test_two_engines_on_one_sidecar_do_not_mix_hints(tools):
     process = fake("good")
     clients = [SidecarClient(address=process.address) for _ in range(2)]

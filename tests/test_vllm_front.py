@@ -45,6 +45,9 @@ class Predictor:
 
     def wave(self, request):
         self.asked.append(request)
+        if request.only >= 0:
+            yield SlotValue(request.request, request.only, max(0, request.slot), 70, request.written + " more")
+            return
         yield Function(request.request, (0,), (90,))
         while not self.go.is_set():
             yield None
@@ -122,12 +125,15 @@ def test_a_hint_travels_from_the_front_end_to_the_worker(sidecar):
     asking.start()
     assert wait_for(lambda: len(seen) == 2) and dict(seen)["chat"] == body
     assert dict(seen)["tokenize"] == {key: value for key, value in body.items() if key != "max_tokens"}
-    tools, poll = wait_for(lambda: hints.find(prompt_key(PROMPT)))
+    tools, poll, ask = wait_for(lambda: hints.find(prompt_key(PROMPT)))
     assert tools[0].name == "get_weather" and tools[0].slots[0].name == "city" and tools[0].slots[0].required
     assert wait_for(lambda: poll().function).names == ("get_weather",)
     assert not poll().slots  # streamed: the function is here before the slots
     sidecar.go.set()
     assert wait_for(lambda: poll().complete) and poll().slots["get_weather", "city"].value == "Oslo"
+    ask(0, 0, "Os")  # the target has begun the value otherwise
+    assert wait_for(lambda: poll().slots["get_weather", "city"].value == "Os more" and poll().complete)
+    assert sidecar.asked[-1].dialogue == sidecar.asked[0].dialogue and sidecar.asked[-1].written == "Os"
     assert hints.find(prompt_key([*PROMPT, 9])) is None
     hold.set()
     asking.join()
@@ -158,7 +164,7 @@ def test_the_wave_of_an_answered_request_is_stopped(sidecar):
     sidecar.go.clear()
     hints = _Hints()
     post(app_with([]), json.dumps({"messages": MESSAGES, "tools": [WEATHER]}))
-    _, poll = wait_for(lambda: hints.find(prompt_key(PROMPT)))
+    _, poll, _ = wait_for(lambda: hints.find(prompt_key(PROMPT)))
     assert wait_for(lambda: poll().failed) and not poll().slots
 
 
@@ -238,7 +244,7 @@ def test_announce_for_offline_use(sidecar, codec, monkeypatch):
     hints = _Hints()
     assert announce(Tokenizer(), MESSAGES, [WEATHER]) and not announce(Tokenizer(), MESSAGES)
     prompt = codec.encode(json.dumps([MESSAGES, [WEATHER]]))
-    _, poll = wait_for(lambda: hints.find(prompt_key(prompt)))
+    _, poll, _ = wait_for(lambda: hints.find(prompt_key(prompt)))
     assert wait_for(lambda: poll().complete)
     drafter = RowDrafter(Situation(codec, "json", False), 24, 4096, hints)
     row = np.array([[*prompt, codec.encode("{")[0]]], dtype=np.int32)

@@ -210,12 +210,12 @@ class Request:
     def _ask_slots(self, tool: Tool, slot: str, written: str) -> None:
         """Ask the sidecar for all slots of a tool that the target chose and the wave did not, or the rest of a value.
 
-        Nothing is asked for twice, and nothing while it works.
+        Nothing is asked for twice, nothing while it works, and no more after a question that had no answer in time.
         """
         mailbox = self.mailbox
         if mailbox is None or mailbox.working or mailbox.hint.failed or mailbox.hint.function is None:
             return
-        if (tool.name, slot, written) in self._asked:
+        if (tool.name, slot, written) in self._asked or (mailbox.stopped and self._asked):
             return
         self._asked.add((tool.name, slot, written))
         index = [known.name for known in tool.slots].index(slot) if slot else -1

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,11 +49,21 @@ def prompt_key(tokens: Sequence[int] | Tokens) -> bytes:
     return hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=16).digest()
 
 
+class Known(NamedTuple):
+    """What is to be had about a named request."""
+
+    tools: tuple[Tool, ...]
+    poll: Callable[[], Hint | None]
+    """Returns its hint as it stands."""
+    ask: Callable[[int, int, str], None]
+    """Asks for more: index of a tool, index of a slot or -1 for all, how its value begins."""
+
+
 class HintSource(Protocol):
     """Where hints of named requests come from."""
 
-    def find(self, key: bytes) -> tuple[tuple[Tool, ...], Callable[[], Hint | None]] | None:
-        """Return the tools of the request and a way to poll its hint; None for one that was not named."""
+    def find(self, key: bytes) -> Known | None:
+        """Look a request up; None for one that was not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +113,40 @@ class _LateHint:
     def __init__(self, source: HintSource | None, key: bytes) -> None:
         self._source, self._key = source, key
         self.tools: tuple[Tool, ...] = ()
-        self._poll: Callable[[], Hint | None] | None = None
+        self._known: Known | None = None
+        self._asked: set[tuple[str, str, str]] = set()
 
     def found(self) -> bool:
         """Look for the request until it is known, and again if its wave has failed; tell whether it is."""
-        if self._source is not None and (self._poll is None or self._failed()):
-            known = self._source.find(self._key)
-            if known is not None:
-                self.tools, self._poll = known
-        return self._poll is not None
+        if self._source is not None and (self._known is None or self._failed()):
+            self._known = self._source.find(self._key) or self._known
+            self.tools = self._known.tools if self._known is not None else ()
+        return self._known is not None
 
     def _failed(self) -> bool:
         """Tell whether the wave ended early: perhaps that of an equal prompt before this one."""
-        hint = self._poll() if self._poll is not None else None
+        hint = self._known.poll() if self._known is not None else None
         return hint is not None and hint.failed
 
     def poll(self) -> Hint | None:
         """Return the hint as it stands."""
-        return self._poll() if self.found() and self._poll is not None else None
+        return self._known.poll() if self.found() and self._known is not None else None
+
+    def ask(self, tool: Tool, slot: str, written: str) -> None:
+        """Ask for more where the target writes otherwise than the hint says; nothing twice, nothing while it works."""
+        hint = self.poll()
+        if self._known is None or hint is None or not hint.complete or (tool.name, slot, written) in self._asked:
+            return
+        names = [known.name for known in self.tools]
+        if tool.name in names:
+            self._asked.add((tool.name, slot, written))
+            index = [each.name for each in tool.slots].index(slot) if slot else -1
+            self._known.ask(names.index(tool.name), index, written)
 
     @property
     def coming(self) -> bool:
         """Tell whether the sidecar still works on it."""
-        hint = self._poll() if self._poll is not None else None
+        hint = self._known.poll() if self._known is not None else None
         return hint is not None and not (hint.complete or hint.failed)
 
 
@@ -267,7 +288,7 @@ class RowDrafter:
         )
         memory = self._memory or Memory()
         row.proposers = [
-            CallProposer(memory.part(StyleBook), hint.poll, memory.part(ValueBook)),
+            CallProposer(memory.part(StyleBook), hint.poll, memory.part(ValueBook), hint.ask),
             Retrieval(memory.part(RetrievalMemory)),
         ]
         for proposer in row.proposers:

@@ -30,9 +30,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ooospec.chat.codec import TextCodec
 from ooospec.chat.template import plain_text, read_request, template_format
-from ooospec.core import Hint, Tool
 from ooospec.errors import OooSpecError, UsageError
-from ooospec.integrations.rows import RowDrafter, Situation, prompt_key
+from ooospec.integrations.rows import Known, RowDrafter, Situation, prompt_key
 from ooospec.sidecar.client import Mailbox, SidecarClient
 
 logger = logging.getLogger("vllm.ooospec")
@@ -116,11 +115,11 @@ class _Hints:
         if client is not None:
             client.receive()
 
-    def find(self, key: bytes) -> tuple[tuple[Tool, ...], Callable[[], Hint | None]] | None:
-        """Return the tools of the request and a way to poll its hint; None for one that was not named."""
+    def find(self, key: bytes) -> Known | None:
+        """Look a request up; None for one that was not named."""
         client = self._connection.get()
         mailbox = client.announced(key) if client is not None else None
-        return (mailbox.tools, mailbox.poll) if mailbox is not None else None
+        return Known(mailbox.tools, mailbox.poll, mailbox.ask_slots) if mailbox is not None else None
 
 
 class OooSpecProposer:

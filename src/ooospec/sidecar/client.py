@@ -22,6 +22,7 @@ from ooospec.sidecar import protocol
 from ooospec.sidecar.process import SidecarProcess
 from ooospec.sidecar.protocol import (
     Announce,
+    Ask,
     Cancel,
     Done,
     Function,
@@ -68,7 +69,8 @@ class Mailbox:
         """When the function choice arrived, from submission."""
         self.complete_ms: float | None = None
         self.wave: Done | None = None
-        self._stopped = False
+        self.stopped = False
+        """The last wave was cut short."""
 
     def poll(self) -> Hint:
         """Take what has arrived, without waiting, and return the hint as it stands."""
@@ -89,16 +91,17 @@ class Mailbox:
         the next 2, 4, .. `MAX_TURNS_LOST` requests, unless it answers before.
         """
         if self._client.turns.due() and self._client.answered_all_but(self):
+            before = self.hint.payload_bytes
             self.wait(timeout_s)
-            self._client.turns.taken(self.ready_ms is not None)
+            self._client.turns.taken(not self.working or self.hint.payload_bytes > before)
         if self.working:
-            self._stopped = True
+            self.stopped = True
             self._client.cancel(self)
 
     @property
     def working(self) -> bool:
         """Tell whether answers are still expected."""
-        over = self.hint.complete or self.hint.failed or self._stopped
+        over = self.hint.complete or self.hint.failed or self.stopped
         return not over and time.perf_counter() < self._expected_until
 
     def ask_slots(self, tool: int, slot: int = -1, written: str = "") -> None:
@@ -106,12 +109,13 @@ class Mailbox:
 
         The answers come into the same hint. `written` = how the target has begun the value, as JSON text.
         """
-        if self._asked is not None:
-            self.hint.complete = self._stopped = False
-            self._expected_until = time.perf_counter() + WAVE_SECONDS
-            self._client.start(
-                self, msgspec.structs.replace(self._asked, fresh=False, only=tool, slot=slot, written=written)
-            )
+        self.hint.complete = self.stopped = False
+        self._expected_until = time.perf_counter() + WAVE_SECONDS
+        if self._asked is None:
+            self._client.ask(self, tool, slot, written)
+        else:
+            more = {"fresh": False, "only": tool, "slot": slot, "written": written}
+            self._client.start(self, msgspec.structs.replace(self._asked, **more))
 
     def put(self, message: Function | SlotValue | Done, size: int) -> bool:
         """File a message; False if it does not fit the request."""
@@ -246,6 +250,10 @@ class SidecarClient:
         else:
             self._fail(mailbox, "unreachable")
 
+    def ask(self, mailbox: Mailbox, tool: int, slot: int, written: str) -> None:
+        """Ask for more about a request that another client submitted."""
+        self._send(Ask(mailbox.request, tool, slot, written))
+
     def name(self, mailbox: Mailbox, key: bytes) -> None:
         """Pass a request and its answers on to the sidecar's subscribers, who know it by `key`."""
         self._send(Name(mailbox.request, key))
@@ -363,8 +371,8 @@ class SidecarClient:
         self._send(Cancel(mailbox.request))
 
     def release(self, mailbox: Mailbox) -> None:
-        """Forget a request; a wave that still runs is cancelled."""
-        if not mailbox.hint.complete and not mailbox.hint.failed:
+        """Forget a request; a wave that still runs, for whoever asked, is cancelled."""
+        if not mailbox.hint.failed:
             self.cancel(mailbox)
         for number in mailbox.numbers:
             self._mailboxes.pop(number, None)

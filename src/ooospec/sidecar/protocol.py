@@ -5,7 +5,7 @@ Function and Slot messages as they become known, and Done. No token ids cross: b
 
 Where the process that receives requests is not the one that drafts (a server's front end and its workers), the first
 names its request by a key that both can compute (Name), and the second, once subscribed (Subscribe), is told of every
-named request (Announce) and gets the same answers under a number of the sidecar's own.
+named request (Announce), gets the same answers under a number of the sidecar's own, and may ask for more (Ask).
 """
 
 from __future__ import annotations
@@ -82,6 +82,15 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
     """Ask to be told of every request that is named from now on."""
 
 
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask", omit_defaults=True):
+    """From a subscriber: ask for more about a request that was announced; as `only`, `slot`, `written` of Submit."""
+
+    request: int
+    only: int
+    slot: int = -1
+    written: str = ""
+
+
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
     """Tell a subscriber of a named request; its answers follow under `request`."""
 
@@ -126,7 +135,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done", omit_defaul
     error: str = ""
 
 
-ToSidecar = Hello | Submit | Cancel | Name | Subscribe
+ToSidecar = Hello | Submit | Cancel | Name | Subscribe | Ask
 FromSidecar = Welcome | Function | SlotValue | Done | Announce
 
 encoder = msgspec.msgpack.Encoder()

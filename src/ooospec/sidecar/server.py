@@ -25,6 +25,7 @@ from ooospec.sidecar import protocol
 from ooospec.sidecar.process import READY
 from ooospec.sidecar.protocol import (
     Announce,
+    Ask,
     Cancel,
     Done,
     FromSidecar,
@@ -34,7 +35,6 @@ from ooospec.sidecar.protocol import (
     SlotValue,
     Submit,
     Subscribe,
-    ToolSignature,
     Welcome,
 )
 
@@ -57,7 +57,7 @@ Answer = Function | SlotValue | Done
 class _Record:
     """What was asked and answered, for subscribers that are told of it later."""
 
-    tools: tuple[ToolSignature, ...]
+    asked: Submit
     answers: list[Answer] = field(default_factory=list)
     number: int = 0
     """Number under which subscribers know it; 0 = it has no name yet."""
@@ -78,6 +78,7 @@ class SidecarServer:
         self._queue: deque[tuple[bytes, Submit]] = deque()
         self._job: _Job | None = None
         self._records: OrderedDict[tuple[bytes, int], _Record] = OrderedDict()
+        self._numbered: dict[int, tuple[bytes, int]] = {}
         self._subscribers: OrderedDict[bytes, None] = OrderedDict()
         self._named = secrets.randbits(48)
         """Number of the last named request; begins at random, so that a sidecar that was started again repeats none."""
@@ -110,10 +111,12 @@ class SidecarServer:
         if isinstance(message, Hello):
             self._send(client, Welcome(self.model))
         elif isinstance(message, Submit):
-            self._queue.append((client, message))
-            self._records[client, message.request] = _Record(message.tools)
+            later = (i for i, (_, waiting) in enumerate(self._queue) if waiting.only >= 0)
+            self._queue.insert(next(later, len(self._queue)), (client, message))  # before what is asked for again
+            self._records[client, message.request] = _Record(message)
             if len(self._records) > MAX_RECORDS:
-                self._records.popitem(last=False)
+                _, old = self._records.popitem(last=False)
+                self._numbered.pop(old.number, None)
         elif isinstance(message, Subscribe):
             self._subscribers[client] = None
             self._subscribers.move_to_end(client)
@@ -121,6 +124,8 @@ class SidecarServer:
                 self._subscribers.popitem(last=False)
         elif isinstance(message, Name):
             self._name(client, message)
+        elif isinstance(message, Ask):
+            self._ask(message)
         else:
             self._cancel(client, message)
 
@@ -131,9 +136,17 @@ class SidecarServer:
             return
         self._named += 1
         record.number = self._named
-        self._pass_on(Announce(record.number, message.key, record.tools))
+        self._numbered[record.number] = client, message.request
+        self._pass_on(Announce(record.number, message.key, record.asked.tools))
         for answer in record.answers:
             self._pass_on(msgspec.structs.replace(answer, request=record.number))
+
+    def _ask(self, message: Ask) -> None:
+        """Queue what a subscriber wants to know more; the answers go where the request's others went."""
+        key = self._numbered.get(message.request)
+        if key is not None:
+            more = {"fresh": False, "only": message.only, "slot": message.slot, "written": message.written}
+            self._queue.append((key[0], msgspec.structs.replace(self._records[key].asked, **more)))
 
     def _pass_on(self, message: FromSidecar) -> None:
         for subscriber in self._subscribers:
