@@ -19,7 +19,6 @@ from ooospec.errors import UsageError
 from ooospec.integrations.rows import RowDrafter, Situation, prompt_key
 from ooospec.integrations.vllm import (
     ADDRESS_VARIABLE,
-    TURN_VARIABLE,
     OooSpecMiddleware,
     OooSpecProposer,
     _Connection,
@@ -138,26 +137,6 @@ def test_a_hint_travels_from_the_front_end_to_the_worker(sidecar):
     hold.set()
     asking.join()
     assert answers[0].json() == {"ok": True}
-
-
-def test_on_shared_cores_a_request_waits_for_its_wave(sidecar, monkeypatch):
-    body, seen = json.dumps({"messages": MESSAGES, "tools": [WEATHER]}), []
-    monkeypatch.setenv(TURN_VARIABLE, "5000")
-    hints = _Hints()
-    sidecar.go.clear()
-    threading.Timer(0.3, sidecar.go.set).start()
-    start = time.monotonic()
-    post(app_with(seen), body)
-    assert 0.3 < time.monotonic() - start < 4
-    assert wait_for(lambda: hints.find(prompt_key(PROMPT)))[1]().complete
-    sidecar.go.clear()
-    monkeypatch.setenv(TURN_VARIABLE, "200")  # a wave that takes longer is stopped
-    start = time.monotonic()
-    post(app_with(seen), body)
-    assert 0.2 < time.monotonic() - start < 4
-    monkeypatch.setenv(TURN_VARIABLE, "soon")
-    with pytest.raises(UsageError, match="OOOSPEC_TURN_MS must be milliseconds, as in 1500, or 0; got 'soon'"):
-        app_with(seen)
 
 
 def test_the_wave_of_an_answered_request_is_stopped(sidecar):

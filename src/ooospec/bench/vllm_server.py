@@ -111,7 +111,6 @@ def served(settings: VllmSettings, method: str, log: Path) -> Iterator[Served]:
             address = f"tcp://127.0.0.1:{_free_port()}"
             environment["OOOSPEC_SIDECAR"] = address
             environment["OOOSPEC_STATS"] = str(log.with_suffix(".stats.json"))
-            environment["OOOSPEC_TURN_MS"] = "1500" if settings.cores is None else "0"
             command += ["--middleware", MIDDLEWARE]
             beside = [part.format(address=address) for part in settings.sidecar]
             sidecar = stack.enter_context(_process(beside, log.with_suffix(".sidecar.log"), dict(os.environ)))

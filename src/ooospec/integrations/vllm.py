@@ -37,8 +37,6 @@ from ooospec.sidecar.client import Mailbox, SidecarClient
 logger = logging.getLogger("vllm.ooospec")
 ADDRESS_VARIABLE, DEFAULT_ADDRESS = "OOOSPEC_SIDECAR", "tcp://127.0.0.1:7777"
 MEMORY_VARIABLE, STATS_VARIABLE = "OOOSPEC_MEMORY", "OOOSPEC_STATS"
-TURN_VARIABLE = "OOOSPEC_TURN_MS"
-"""How long a request waits for its wave where vLLM and the sidecar share their cores; 0 = not at all."""
 TESTED = (Version("0.32.0"), Version("0.33.0"))
 """vLLM versions from the first to before the second."""
 FIRST_WAIT_SECONDS, RETRY_SECONDS = 0.3, 60.0
@@ -52,14 +50,6 @@ TEMPLATE_FIELDS = ("reasoning_effort", "documents")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-
-def _milliseconds(variable: str) -> float:
-    """Read a time from the environment. Raises UsageError for what is no number from 0."""
-    text = os.environ.get(variable, "0")
-    if not text.replace(".", "", 1).isdecimal():
-        raise UsageError(f"{variable} must be milliseconds, as in 1500, or 0; got {text!r}.")
-    return float(text)
 
 
 def sidecar_address() -> str | None:
@@ -257,16 +247,6 @@ class Announcer:
             client.name(mailbox, prompt_key(prompt_ids))
             client.receive()
 
-    async def take_turn(self, mailbox: Mailbox, seconds: float) -> None:
-        """Give the wave the cores until it is over, or for so long; then it is stopped, and what has come stays."""
-        end = time.monotonic() + seconds
-        while mailbox.working and time.monotonic() < end:
-            mailbox.poll()
-            await asyncio.sleep(0.002)
-        client = self._connection.get()
-        if mailbox.working and client is not None:
-            client.cancel(mailbox)
-
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
@@ -301,7 +281,6 @@ class OooSpecMiddleware:
 
     def __init__(self, app: App) -> None:
         self.app, self._announcer = app, Announcer()
-        self._turn_seconds = _milliseconds(TURN_VARIABLE) / 1e3
         self._running: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -322,8 +301,6 @@ class OooSpecMiddleware:
                 body.extend(message.get("body", b""))
                 if not message.get("more_body"):
                     mailbox = self._start(scope, bytes(body))
-                    if mailbox is not None and self._turn_seconds:
-                        await self._announcer.take_turn(mailbox, self._turn_seconds)
             return message
 
         try:
