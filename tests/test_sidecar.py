@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,8 @@ from ooospec.memory import Memory
 from ooospec.placement import Placement
 from ooospec.runtime import Decoder
 from ooospec.sidecar import protocol
-from ooospec.sidecar.client import Mailbox, SidecarClient, _Turns, signature
+from ooospec.sidecar.client import SidecarClient, signature
+from ooospec.sidecar.mailbox import Mailbox, Turns
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, Turn, Welcome
 from ooospec.sidecar.server import SidecarServer, bind
@@ -64,7 +66,7 @@ def test_a_sidecar_that_was_waited_for_in_vain_gets_its_turn_again():
     """On shared cores: fewer and fewer turns while they bring nothing, each one again as soon as an answer came."""
 
     class Stub:
-        turns = _Turns()
+        turns = Turns()
 
         def receive(self):
             pass
@@ -145,6 +147,23 @@ def test_the_good_hint_arrives(decoder, tools):
     assert hint.function.names == ("get_weather",)
     assert hint.slots["get_weather", "city"].value == "Oslo"
     assert 0 < hint.payload_bytes < 40
+
+
+def test_what_is_asked_again_and_what_is_not():
+    asked = []
+    stub = SimpleNamespace(ask=lambda mailbox, *more: asked.append(more), turns=Turns())
+    mailbox = Mailbox(stub, 1, read_tools([{"name": "f"}, {"name": "g", "parameters": {"properties": {"x": {}}}}]))
+    assert not mailbox.ask("g", "", "")  # it still works
+    mailbox.put(Done(1), 1)
+    assert not mailbox.ask("g", "", "")  # it never said a function
+    mailbox.put(Function(1, (0,), (90,)), 5)
+    assert not mailbox.ask("nobody", "", "") and mailbox.ask("g", "", "")
+    assert not mailbox.ask("g", "x", '"a')  # one at a time
+    mailbox.put(Done(1), 1)
+    assert not mailbox.ask("g", "", "") and mailbox.ask("g", "x", '"a')  # nothing twice
+    mailbox.stopped = True
+    assert not mailbox.ask("g", "x", '"ab')  # the last question had no answer in time
+    assert asked == [(1, -1, ""), (1, 0, '"a')]
 
 
 @pytest.mark.parametrize("placement", [THREADS, Placement(0, 2, 1)], ids=["beside", "by turns"])

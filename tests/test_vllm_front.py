@@ -130,7 +130,7 @@ def test_a_hint_travels_from_the_front_end_to_the_worker(sidecar):
     assert not poll().slots  # streamed: the function is here before the slots
     sidecar.go.set()
     assert wait_for(lambda: poll().complete) and poll().slots["get_weather", "city"].value == "Oslo"
-    ask(0, 0, "Os")  # the target has begun the value otherwise
+    assert ask("get_weather", "city", "Os")  # the target has begun the value otherwise
     assert wait_for(lambda: poll().slots["get_weather", "city"].value == "Os more" and poll().complete)
     assert sidecar.asked[-1].dialogue == sidecar.asked[0].dialogue and sidecar.asked[-1].written == "Os"
     assert hints.find(prompt_key([*PROMPT, 9])) is None

@@ -74,9 +74,9 @@ class Generation:
         """From the end of the first round to the last committed token."""
         return self.total_ms - self.prefill_ms
 
-    def decode_speedup(self, plain: Generation) -> float:
-        """Compare what is left of the times of both when plain decoding's prefill is taken off."""
-        return plain.decode_ms / max(1e-3, self.total_ms - plain.prefill_ms)
+    def decode_ms_beside(self, plain: Generation) -> float:
+        """Return what is left of the time when plain decoding's prefill is taken off."""
+        return max(1e-3, self.total_ms - plain.prefill_ms)
 
     @property
     def accepted_by_source(self) -> dict[str, int]:

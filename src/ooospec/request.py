@@ -26,7 +26,7 @@ from ooospec.methods import Setup, method_named
 from ooospec.planner import Budget, check_policy
 from ooospec.proposers.prediction import PredictedText
 from ooospec.sampling import Constraint, Sampling, make_chooser
-from ooospec.sidecar.client import Mailbox
+from ooospec.sidecar.mailbox import Mailbox
 from ooospec.stopping import Limits
 from ooospec.target.stock import stock_decode
 
@@ -94,7 +94,6 @@ class Request:
         self.deadline = math.inf
         """`time.perf_counter()` after which the request is stopped."""
         self._stopped = False
-        self._asked: set[tuple[str, str, str]] = set()
         self.ready_round: int | None = None
         self.cached_tokens = 0
         self.total_ms = 0.0
@@ -208,19 +207,9 @@ class Request:
         return hint
 
     def _ask_slots(self, tool: Tool, slot: str, written: str) -> None:
-        """Ask the sidecar for all slots of a tool that the target chose and the wave did not, or the rest of a value.
-
-        Nothing is asked for twice, nothing while it works, and no more after a question that had no answer in time.
-        """
-        mailbox = self.mailbox
-        if mailbox is None or mailbox.working or mailbox.hint.failed or mailbox.hint.function is None:
-            return
-        if (tool.name, slot, written) in self._asked or (mailbox.stopped and self._asked):
-            return
-        self._asked.add((tool.name, slot, written))
-        index = [known.name for known in tool.slots].index(slot) if slot else -1
-        mailbox.ask_slots([known.name for known in self.tools].index(tool.name), index, written)
-        self.decoder._take_turns(mailbox)
+        """Ask the sidecar for more, and give it its turn for that."""
+        if self.mailbox is not None and self.mailbox.ask(tool.name, slot, written):
+            self.decoder._take_turns(self.mailbox)
 
     def answer_stream(self) -> AnswerStream:
         """Return what splits the answer's text into content, reasoning and calls."""

@@ -24,7 +24,8 @@ from ooospec.placement import Placement
 from ooospec.planner import check_policy
 from ooospec.request import Request
 from ooospec.sidecar.adapter import AUTO, find_adapter
-from ooospec.sidecar.client import Mailbox, SidecarClient
+from ooospec.sidecar.client import SidecarClient
+from ooospec.sidecar.mailbox import Mailbox
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
 from ooospec.sidecar.quantize import load_sidecar

@@ -70,7 +70,7 @@ def _summary(console: Console, comparisons: list[Comparison]) -> None:
     for method in METHODS[1:]:
         pairs = [(c.results["ar"], c.results[method]) for c in comparisons]
         total = statistics.median(a.total_ms / m.total_ms for a, m in pairs)
-        decoding = statistics.median(m.decode_speedup(a) for a, m in pairs)
+        decoding = statistics.median(a.decode_ms / m.decode_ms_beside(a) for a, m in pairs)
         length = sum(len(m.output_ids) for _, m in pairs) / sum(m.num_rounds for _, m in pairs)
         same = sum(method not in c.divergences for c in comparisons)
         console.print(

@@ -82,7 +82,7 @@ def _row(method: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
         ),
         "decode_speedup": round(
             sum(c.results["ar"].decode_ms for c in comparisons)
-            / max(1e-3, sum(c.results[method].total_ms - c.results["ar"].prefill_ms for c in comparisons)),
+            / sum(c.results[method].decode_ms_beside(c.results["ar"]) for c in comparisons),
             3,
         ),
         "hints_by_first_round": sum(hint.ready_round == 0 for hint in hints),

@@ -55,8 +55,8 @@ class Known(NamedTuple):
     tools: tuple[Tool, ...]
     poll: Callable[[], Hint | None]
     """Returns its hint as it stands."""
-    ask: Callable[[int, int, str], None]
-    """Asks for more: index of a tool, index of a slot or -1 for all, how its value begins."""
+    ask: Callable[[str, str, str], bool]
+    """Asks for more: a tool, a slot or "" for all, how its value begins; see `Mailbox.ask`."""
 
 
 class HintSource(Protocol):
@@ -114,7 +114,6 @@ class _LateHint:
         self._source, self._key = source, key
         self.tools: tuple[Tool, ...] = ()
         self._known: Known | None = None
-        self._asked: set[tuple[str, str, str]] = set()
 
     def found(self) -> bool:
         """Look for the request until it is known, and again if its wave has failed; tell whether it is."""
@@ -133,15 +132,9 @@ class _LateHint:
         return self._known.poll() if self.found() and self._known is not None else None
 
     def ask(self, tool: Tool, slot: str, written: str) -> None:
-        """Ask for more where the target writes otherwise than the hint says; nothing twice, nothing while it works."""
-        hint = self.poll()
-        if self._known is None or hint is None or not hint.complete or (tool.name, slot, written) in self._asked:
-            return
-        names = [known.name for known in self.tools]
-        if tool.name in names:
-            self._asked.add((tool.name, slot, written))
-            index = [each.name for each in tool.slots].index(slot) if slot else -1
-            self._known.ask(names.index(tool.name), index, written)
+        """Ask for more where the target writes otherwise than the hint says."""
+        if self._known is not None:
+            self._known.ask(tool.name, slot, written)
 
     @property
     def coming(self) -> bool:

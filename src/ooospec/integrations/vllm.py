@@ -32,7 +32,8 @@ from ooospec.chat.codec import TextCodec
 from ooospec.chat.template import plain_text, read_request, template_format
 from ooospec.errors import OooSpecError, UsageError
 from ooospec.integrations.rows import Known, RowDrafter, Situation, prompt_key
-from ooospec.sidecar.client import Mailbox, SidecarClient
+from ooospec.sidecar.client import SidecarClient
+from ooospec.sidecar.mailbox import Mailbox
 
 logger = logging.getLogger("vllm.ooospec")
 ADDRESS_VARIABLE, DEFAULT_ADDRESS = "OOOSPEC_SIDECAR", "tcp://127.0.0.1:7777"
@@ -109,7 +110,7 @@ class _Hints:
         """Look a request up; None for one that was not named."""
         client = self._connection.get()
         mailbox = client.announced(key) if client is not None else None
-        return Known(mailbox.tools, mailbox.poll, mailbox.ask_slots) if mailbox is not None else None
+        return Known(mailbox.tools, mailbox.poll, mailbox.ask) if mailbox is not None else None
 
 
 class OooSpecProposer:
