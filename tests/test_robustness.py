@@ -202,7 +202,7 @@ def test_odd_messages_are_counted_not_raised(tools):
 
 
 def test_a_wave_does_not_count_as_working_for_ever(tools, monkeypatch):
-    monkeypatch.setattr(client_module, "WAVE_SECONDS", 0.05)
+    monkeypatch.setattr("ooospec.sidecar.mailbox.WAVE_SECONDS", 0.05)
     client = SidecarClient(process=fake("hang"))
     client.wait_ready(20)
     box = client.submit(read_tools(tools), [("user", "x")])
