@@ -5,7 +5,8 @@ Takes what real targets wrote by plain decoding (rows of `ooospec bench`), lets 
 the target's own tokenizer, and gives the drafter the right function and values as its hint. A token counts as missed
 when a round ended before it although the drafts went on otherwise, or offered nothing at all. What comes behind the
 first call of an answer is left out (hints are about the first one); the token behind a draft that was accepted to its
-end is counted apart.
+end is counted apart, and so are calls with arguments that their tool does not have, which no hint can hold.
+ARGS=--missed prints each structural token that was missed, and what stood before it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from scripted import ScriptedTarget
 
 MAX_TOKENS = 512
 WRONG = "--wrong" in sys.argv
+MISSED = "--missed" in sys.argv
 
 
 class Watched(ScriptedTarget):
@@ -66,16 +68,17 @@ def right_hint(tools, name, arguments) -> Hint:
     return Hint(FunctionHint((name,), (0.99,)), slots, complete=True)
 
 
-def counted(row: Row, request, tokenizer, codec: TextCodec, memory: Memory) -> Counter[tuple[str, str]]:
-    """Write one answer again; return {(field, drafted or missed): tokens}."""
+def counted(row: Row, request, tokenizer, codec: TextCodec, memory: Memory) -> tuple[Counter[tuple[str, str]], bool]:
+    """Write one answer again; return {(field, drafted or missed): tokens} and whether its tool has all its arguments."""
     conversation = render(tokenizer, list(request.messages), request.tools)
     call_format = format_named(conversation.call_format)
     scanner = call_format.scanner(conversation.tools)
     scanner.feed(codec.decode([t for t in row.output_ids if t not in codec.eos_ids]))
     found = [(call, *parts) for call, parts in zip(scanner.calls, scanner.finished(), strict=False)]
     if not found or found[0][1] not in {tool.name for tool in conversation.tools}:
-        return Counter()
+        return Counter(), True
     call, name, arguments, _ = found[0]
+    known = {slot.name for tool in conversation.tools if tool.name == name for slot in tool.slots}
     hint, output = right_hint(conversation.tools, name, arguments), list[int]()
     context = DecodeContext(
         codec, codec.encode(conversation.prompt), output, conversation.tools, f"{row.target}/{conversation.style_key}",
@@ -94,18 +97,21 @@ def counted(row: Row, request, tokenizer, codec: TextCodec, memory: Memory) -> C
         counts.update((fields[i], "drafted") for i in range(at, stop) if within[i])
         if stop < len(fields) and within[stop]:
             counts[fields[stop], "missed" if missed else "behind"] += 1
+            if MISSED and missed and fields[stop] == "structure":
+                print(f"{row.request}: {''.join(pieces[max(0, stop - 12) : stop])!r} -> {pieces[stop]!r}")
         at = stop + 1
-    return counts
+    return counts, known.issuperset(arguments)
 
 
 def main(data: Path, files: list[Path]) -> None:
     """Print the shares per target, benchmark and part of the call."""
-    totals: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
+    totals: dict[tuple[str, str, bool], Counter[tuple[str, str]]] = {}
     memories: dict[tuple[str, str], Memory] = {}
     requests = {r.id: r for name in ("api_bank", "toolalpaca", "bfcl") for r in load_benchmark(name, data)}
     readers: dict[str, tuple[object, TextCodec]] = {}
     for file in files:
-        for line in gzip.decompress(file.read_bytes()).splitlines():
+        written = file.read_bytes()
+        for line in (gzip.decompress(written) if file.suffix == ".gz" else written).splitlines():
             row = msgspec.json.decode(line, type=Row)
             if row.method != "ar":
                 continue
@@ -113,18 +119,20 @@ def main(data: Path, files: list[Path]) -> None:
                 tokenizer = AutoTokenizer.from_pretrained(converted_folder(row.target))
                 readers[row.target] = tokenizer, TextCodec(tokenizer.backend_tokenizer, [tokenizer.eos_token_id])
             key = row.target, row.benchmark
-            counts = counted(row, requests[row.request], *readers[row.target], memories.setdefault(key, Memory()))
-            totals.setdefault(key, Counter()).update(counts)
-    for (target, benchmark), counts in sorted(totals.items()):
+            memory = memories.setdefault(key, Memory())
+            counts, valid = counted(row, requests[row.request], *readers[row.target], memory)
+            totals.setdefault((*key, valid), Counter()).update(counts)
+    for (target, benchmark, valid), counts in sorted(totals.items()):
         shares = []
         for field in FIELDS:
             drafted, missed = counts[field, "drafted"], counts[field, "missed"]
             if drafted + missed:
                 shares.append(f"{field} {drafted / (drafted + missed):.1%} of {drafted + missed}")
         behind = sum(count for (_, kind), count in counts.items() if kind == "behind")
-        print(f"{target}, {benchmark}: {', '.join(shares)}; {behind} tokens behind a draft's end")
+        which = benchmark if valid else f"{benchmark}, calls with arguments that their tool does not have"
+        print(f"{target}, {which}: {', '.join(shares)}; {behind} tokens behind a draft's end")
 
 
 if __name__ == "__main__":
-    files = [name for name in sys.argv[1:] if name != "--wrong"]
+    files = [name for name in sys.argv[1:] if not name.startswith("--")]
     main(Path(files[0]), [Path(name) for name in files[1:]])
