@@ -69,7 +69,7 @@ def right_hint(tools, name, arguments) -> Hint:
 
 
 def counted(row: Row, request, tokenizer, codec: TextCodec, memory: Memory) -> tuple[Counter[tuple[str, str]], bool]:
-    """Write one answer again; return {(field, drafted or missed): tokens} and whether its tool has all its arguments."""
+    """Write one answer again; return {(field, drafted or missed): tokens}, and whether the tool has all arguments."""
     conversation = render(tokenizer, list(request.messages), request.tools)
     call_format = format_named(conversation.call_format)
     scanner = call_format.scanner(conversation.tools)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ooospec.chat.schema import read_tools
+from ooospec.config import AUTO
 from ooospec.errors import SidecarError
 from ooospec.memory import Memory
 from ooospec.placement import Placement
@@ -25,6 +27,7 @@ from ooospec.sidecar.mailbox import Mailbox, Turns
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, Turn, Welcome
 from ooospec.sidecar.server import SidecarServer, bind
+from ooospec.target.loading import stored_weights
 from served import CALL, WEATHER, ByPrompt
 
 FAKE = Path(__file__).with_name("fake_sidecar.py")
@@ -374,3 +377,49 @@ def test_a_faulty_sidecar_is_waited_for_once_at_most(decoder, tiny_llama, tools,
         times.append(time.perf_counter() - start)
     if kind in ("hang", "stranger", "garbage"):
         assert times[0] > 0.4 > max(times[1:])
+
+
+# ---------------------------------------------------------------- the default sidecar
+
+
+def reached(self, sidecar, *rest):
+    raise InterruptedError(sidecar)
+
+
+TURNS = Placement(0, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "smaller", "named", "used"),
+    [
+        (TURNS, 2, (), False),
+        (TURNS, 1, (), True),
+        (THREADS, 2, (), True),
+        (TURNS, 2, ("sidecar",), True),
+        (TURNS, 2, ("adapter",), True),
+    ],
+    ids=["as large, by turns", "small enough", "cores of its own", "sidecar named", "adapter named"],
+)
+def test_the_default_sidecar_is_used_where_it_pays(
+    tiny_llama, folder_of_tiny, tmp_path, monkeypatch, placement, smaller, named, used
+):
+    monkeypatch.setattr("ooospec.runtime.DEFAULT_SIDECAR", str(folder_of_tiny))
+    monkeypatch.setattr("ooospec.runtime.SMALLER", smaller)
+    monkeypatch.setattr(Decoder, "_reach", reached)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    folders = {"sidecar": str(folder_of_tiny), "adapter": str(tmp_path)}
+    options = {"sidecar": AUTO, **{name: folders[name] for name in named}}
+    if used:
+        with pytest.raises(InterruptedError, match=re.escape(str(folder_of_tiny))):
+            Decoder(tiny_llama, device="cpu", budget="fixed", placement=placement, **options)
+        return
+    with Decoder(tiny_llama, device="cpu", budget="fixed", placement=placement, **options) as decoder:
+        assert "name a sidecar" in decoder.left_out
+        assert decoder.sidecar_name == ""
+        ar, ooo = (decoder.generate("Hello", method=name, max_new_tokens=8) for name in ("ar", "ooo"))
+        assert ooo.output_ids == ar.output_ids
+
+
+def test_weights_are_counted_without_loading_them(tiny_llama, folder_of_tiny, tmp_path):
+    assert stored_weights(folder_of_tiny) == tiny_llama.model.num_parameters()
+    assert stored_weights(tmp_path) == 0

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ooospec.bench.commands import add_bench_commands
-from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
+from ooospec.config import AUTO, DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
 from ooospec.console import (
     Adapter,
     Device,
@@ -68,7 +68,7 @@ def generate(
     tools: Annotated[Path | None, typer.Option(help="JSON file with a list of tools in OpenAI form.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     target: Target = DEFAULT_TARGET,
-    sidecar: Sidecar = DEFAULT_SIDECAR,
+    sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
     method: Annotated[str, typer.Option(help="ooo, toolspec, lookup, recycling, samd, suffix, ar or stock.")] = "ooo",
     dtype: Dtype = "bfloat16",
@@ -116,7 +116,7 @@ def generate(
 @clean_errors
 def demo(
     target: Target = DEFAULT_TARGET,
-    sidecar: Sidecar = DEFAULT_SIDECAR,
+    sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
     dtype: Dtype = "bfloat16",
     device: Device = None,
@@ -146,7 +146,7 @@ def demo(
 @clean_errors
 def verify(
     target: Target = DEFAULT_TARGET,
-    sidecar: Sidecar = DEFAULT_SIDECAR,
+    sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
     dtype: Dtype = "bfloat16",
     device: Device = None,

@@ -24,7 +24,10 @@ P = ParamSpec("P")
 
 Target = Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")]
 Sidecar = Annotated[
-    str, typer.Option(help="Sidecar: a model as for --target, `none`, or tcp://host:port of a running one.")
+    str,
+    typer.Option(
+        help="Sidecar: a model as for --target, auto = the default one where it pays, none, or tcp://host:port."
+    ),
 ]
 Adapter = Annotated[
     str, typer.Option(help="Trained adapter for the sidecar: auto = the one that ships for it, none, or a folder.")
@@ -124,4 +127,7 @@ def open_decoder(target: str, sidecar: str, **options: Any) -> Decoder:
 
     options["placement"] = read_placement(options.pop("placement", "shared"))
     with progress_bars() as progress:
-        return Decoder(target, None if sidecar == "none" else sidecar, progress=progress, **options)
+        decoder = Decoder(target, None if sidecar == "none" else sidecar, progress=progress, **options)
+    if decoder.left_out:
+        sys.stderr.write(f"{decoder.left_out}\n")
+    return decoder

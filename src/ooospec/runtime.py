@@ -11,7 +11,7 @@ import torch
 
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.template import check_messages, render
-from ooospec.config import DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
+from ooospec.config import AUTO, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
 from ooospec.constraint import Grammars
 from ooospec.core import Commit
 from ooospec.errors import UsageError
@@ -23,7 +23,7 @@ from ooospec.models.resolver import resolve_model
 from ooospec.placement import Placement
 from ooospec.planner import check_policy
 from ooospec.request import Request
-from ooospec.sidecar.adapter import AUTO, find_adapter
+from ooospec.sidecar.adapter import NONE, find_adapter
 from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.mailbox import Mailbox
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
@@ -31,11 +31,21 @@ from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
 from ooospec.sidecar.quantize import load_sidecar
 from ooospec.target.cost import CostCurve, cached_cost, cost_key
 from ooospec.target.draft import DraftModel
-from ooospec.target.loading import LoadedModel, check_adapter, load_model, parse_device, parse_dtype
+from ooospec.target.loading import (
+    LoadedModel,
+    check_adapter,
+    load_model,
+    parse_device,
+    parse_dtype,
+    stored_weights,
+)
 from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache, common_prefix
 
 READY_TIMEOUT_S = 120.0
+SMALLER = 2
+"""On cores that target and sidecar use by turns, waves of a sidecar that is not so many times smaller than the target
+take longer than they save (docs/performance.md, entry 20)."""
 TURN_S = 2.5
 """Longest time that a target which shares its cores waits for the sidecar's wave."""
 CHUNK_BUSY, CHUNK_IDLE = 64, 512
@@ -48,14 +58,15 @@ class Decoder:
     """A target with a sidecar beside it. Decodes one request at a time.
 
     `target` and `sidecar` are model names (see `resolve_model`); a sidecar `tcp://host:port` attaches to a running
-    one, and None goes without. `adapter` is the folder of a trained adapter for the sidecar, "auto" for the one that
-    ships for it, or None. Use it as a context manager, or call `close`.
+    one, "auto" is the default one unless it is too large to pay (`left_out` says so), and None goes without.
+    `adapter` is the folder of a trained adapter for the sidecar, "auto" for the one that ships for it, or None. Use it
+    as a context manager, or call `close`.
     """
 
     def __init__(
         self,
         target: str | LoadedModel = DEFAULT_TARGET,
-        sidecar: str | None = DEFAULT_SIDECAR,
+        sidecar: str | None = AUTO,
         *,
         adapter: str | None = AUTO,
         sidecar_dtype: str = "auto",
@@ -75,12 +86,17 @@ class Decoder:
         parse_device(device)
         check_policy(budget)
         self.call_format = format_named(call_format).name if call_format is not None else None
+        self.placement = placement or Placement.shared()
+        self.left_out = ""
+        """Why the default sidecar is not used; empty if it is, or if another was chosen."""
+        if sidecar == AUTO:
+            chosen = adapter not in (AUTO, NONE, None)  # who names an adapter wants its sidecar
+            sidecar = DEFAULT_SIDECAR if chosen else self._default_sidecar(target, parse_device(device), progress)
         adapter = find_adapter(adapter, sidecar or "")
         check_adapter(adapter)
         if adapter and (sidecar is None or "://" in sidecar):
             given = "there is none" if sidecar is None else f"the one at {sidecar} has its own settings"
             raise UsageError(f"An adapter belongs to a sidecar started here, and {given}; leave the adapter out.")
-        self.placement = placement or Placement.shared()
         self._client: SidecarClient | None = None
         self._warm: tuple[tuple[str, list[int]], list[PrefixCache]] | None = None
         self._mailbox: Mailbox | None = None
@@ -109,6 +125,23 @@ class Decoder:
         except BaseException:
             self.close()
             raise
+
+    def _default_sidecar(self, target: str | LoadedModel, device: str, progress: Progress) -> str | None:
+        """Name the default sidecar; None where its waves would cost more than they save."""
+        if device != "cpu" or self.placement.target_busy:
+            return DEFAULT_SIDECAR
+        if isinstance(target, LoadedModel):
+            size = target.model.num_parameters()
+        else:
+            size = stored_weights(resolve_model(target, progress))
+        least = SMALLER * stored_weights(resolve_model(DEFAULT_SIDECAR, progress))
+        if not size or size >= least:
+            return DEFAULT_SIDECAR
+        self.left_out = (
+            f"No sidecar: {DEFAULT_SIDECAR} has more than 1/{SMALLER} of the target's weights, and on cores that both "
+            "share its waves would take longer than they save; name a sidecar to use one all the same."
+        )
+        return None
 
     @staticmethod
     def _load(target: str | LoadedModel, dtype: str, device: str | None, progress: Progress) -> LoadedModel:

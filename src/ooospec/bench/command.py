@@ -214,7 +214,7 @@ def _unavailable(decoder: Decoder, methods: Sequence[str]) -> dict[str, str]:
             method_named(name).build(Setup(draft=draft))
         except OooSpecError as error:
             found[name] = str(error)
-        if method_named(name).hints and decoder.sidecar_name == "":
+        if method_named(name).hints and not decoder.sidecar_name and not decoder.left_out:
             found[name] = f"Method {name} needs a sidecar; name one with --sidecar, or leave it out."
     if REFERENCE not in methods:
         raise UsageError(f"--methods must contain {REFERENCE}: all outputs and times are compared with it.")

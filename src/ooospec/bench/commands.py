@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ooospec.config import DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
+from ooospec.config import AUTO, DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
 from ooospec.console import Adapter, Device, Dtype, Sidecar, clean_errors, open_decoder, progress_bars
 from ooospec.errors import UsageError
 
@@ -28,7 +28,7 @@ def _names(listed: str) -> tuple[str, ...]:
 def bench(
     out: Annotated[Path, typer.Option(help="Folder of the results; one that has some is gone on with.")],
     targets: Annotated[str, typer.Option(help="Comma-separated targets.")] = DEFAULT_TARGET,
-    sidecar: Sidecar = DEFAULT_SIDECAR,
+    sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
     draft: Annotated[
         str | None, typer.Option(help="Draft model for method draft, with the target's tokenizer.")

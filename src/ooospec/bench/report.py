@@ -63,13 +63,15 @@ def conditions_text(runs: Sequence[Run]) -> list[str]:
     last = runs[-1]
     settings = last.settings
     commands = list(dict.fromkeys(shlex.join(run.command) for run in runs))
+    sidecars = dict.fromkeys(run.settings.get("sidecar_model") or f"none ({run.settings['target']})" for run in runs)
+    adapter = f" with adapter {settings['adapter']}" if settings["adapter"] else " (zero-shot)"
     revisions = ", ".join(dict.fromkeys(run.revision or "unknown" for run in runs))
     lines = [
         *(f"Command: `{command}`" for command in commands),
         f"Revision {revisions}; " + ", ".join(f"{name} {version}" for name, version in last.versions.items()),
         "Machine: " + ", ".join(f"{value} {key}" if key == "cores" else value for key, value in last.machine.items()),
-        f"Sidecar {settings['sidecar'] or 'none'}"
-        + (f" with adapter {settings['adapter']}" if settings["adapter"] else " (zero-shot)")
+        f"Sidecar {', '.join(sidecars)}"
+        + (adapter if any(run.settings.get("sidecar_model") for run in runs) else "")
         + f"; {settings['dtype']}, {settings['device']}",
         f"Greedy, batch one, at most {settings['max_new_tokens']} tokens",
         f"Suite {settings['suite']}; clock from request arrival to the last committed token, sidecar inside the clock; "

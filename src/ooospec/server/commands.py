@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ooospec.config import DEFAULT_SIDECAR, DEFAULT_TARGET
+from ooospec.config import AUTO, DEFAULT_TARGET
 from ooospec.console import Adapter, Device, Dtype, PlacementName, Sidecar, clean_errors, open_decoder
 
 
@@ -17,7 +17,7 @@ def serve(
     model: Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf file or embedded name.")] = (
         DEFAULT_TARGET
     ),
-    sidecar: Sidecar = DEFAULT_SIDECAR,
+    sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name that requests use; may be given several times.")

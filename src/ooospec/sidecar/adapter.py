@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
+from ooospec.config import AUTO, DEFAULT_SIDECAR
 from ooospec.errors import UsageError
 
 SETTINGS = "ooospec.json"
 SHIPPED = Path(__file__).parent / "adapters"
-AUTO, NONE = "auto", "none"
+NONE = "none"
 ZERO_SHOT_PRIOR_WEIGHT = 0.5
 """Share of a tool name's log-probability without any request that is taken off its score: zero-shot models favour
 tools that are listed first and short names (domain-conditional PMI, arXiv 2104.08315, at half weight)."""
@@ -46,7 +47,7 @@ def shape_of(config: Any) -> dict[str, int]:
 def find_adapter(adapter: str | None, sidecar: str) -> str | None:
     """Return the folder of the adapter to use: `auto` = the one that ships for this sidecar, if there is one."""
     if adapter == AUTO:
-        shipped = SHIPPED / sidecar
+        shipped = SHIPPED / (DEFAULT_SIDECAR if sidecar == AUTO else sidecar)
         return str(shipped) if (shipped / "adapter_config.json").is_file() else None
     return None if adapter in (None, NONE) else adapter
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -87,6 +89,15 @@ def load_model(
     model = model.to(device).eval()
     codec = TextCodec(tokenizer.backend_tokenizer, eos_ids(model, tokenizer))
     return LoadedModel(name, model, tokenizer, codec, dtype, device)
+
+
+def stored_weights(path: Path) -> int:
+    """Count the weights in a model's folder without loading them; 0 where they are not safetensors."""
+    total = 0
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
 
 
 def _with_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
