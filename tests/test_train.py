@@ -147,6 +147,13 @@ def test_learning_rate_warms_up_and_decays():
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
+def test_the_learning_rate_restarts_in_every_cycle():
+    once, twice = Recipe(warmup=0.2), Recipe(warmup=0.2, cycles=2)
+    one = [learning_rate(step, 10, once) for step in range(10)]
+    assert [learning_rate(step, 20, twice) for step in range(20)] == one * 2
+    assert learning_rate(19, 19, twice) < learning_rate(10, 19, twice)
+
+
 def test_the_published_recipe_is_the_default():
     assert read_recipe("published") == Recipe()
     assert set(SHIPPED) == {"published", "small"} and read_recipe("small").dropout == 0.0

@@ -10,8 +10,8 @@ import torch
 from ooospec.errors import UsageError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.adapter import Habits, adapter_label, check_base, find_adapter, read_habits, shape_of, write_habits
-from ooospec.sidecar.branches import MAX_ANSWER_TOKENS, Branch, Trie
-from ooospec.sidecar.predictor import WavePredictor, is_mentioned
+from ooospec.sidecar.branches import MAX_ANSWER_TOKENS, Branch, Trie, _finished_part
+from ooospec.sidecar.predictor import WavePredictor, _Pass, is_mentioned
 from ooospec.sidecar.prompt import prefix_ids
 from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSlot, Turn
 
@@ -250,3 +250,47 @@ def test_the_shipped_adapter_is_found_by_the_sidecars_name(tmp_path, monkeypatch
     assert find_adapter("none", "tiny") is find_adapter(None, "tiny") is None
     assert find_adapter("mine", "tiny") == "mine"
     assert adapter_label("auto", "tiny") == "shipped" and adapter_label("mine", "tiny") == "mine"
+
+
+def test_a_choice_is_scored_though_its_last_quote_is_a_part_of_a_longer_token(tiny_llama):
+    """A model that writes `"celsius"}}` with one token for `"}}` has chosen celsius all the same."""
+    predictor = WavePredictor(tiny_llama)
+    quote, longer = tiny_llama.codec.encode('"')[-1], len(predictor._texts) - 1
+    predictor._texts = [*predictor._texts[:-1], '"}}']
+    trie = Trie([0])
+    nodes = trie.add(tiny_llama.codec.encode(' "celsius"'))
+    assert trie.tokens[nodes[-1]] == quote
+    rows = {}
+    for node in nodes:
+        row = torch.full((len(predictor._texts),), -30.0)
+        row[longer if node == nodes[-1] else trie.tokens[node]] = 0.0
+        rows[trie.parents[node]] = row.log_softmax(-1)
+    first = _Pass(trie, 0, rows)
+    assert first.log_chance(nodes) < -20
+    assert predictor._log_chance_of_choice(first, nodes) == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('["a", "b', ["a"]),
+        ('["Jane D', ["Jane D"]),
+        ("[1, 2", [1]),
+        ("[1", None),
+        ('{"a": "b', None),
+        ('[{"a": 1}, {"b', [{"a": 1}]),
+    ],
+)
+def test_of_a_list_that_was_cut_short_there_remains_what_can_be_used(text, value):
+    assert _finished_part(text) == value
+
+
+def test_a_required_slot_is_null_only_where_its_schema_says_so(tiny_llama):
+    predictor = WavePredictor(tiny_llama, Habits(answers_null=True))
+    row = torch.zeros(len(predictor._texts))
+    row[7] = 20.0
+    for types, required, believed in [
+        (("string",), True, False), (("string", "null"), True, True), (("string",), False, True),
+    ]:  # fmt: skip
+        branch = Branch(0, 0, "string", ToolSlot("a", types, required, "", ()), "", null=7, opening=3)
+        assert (predictor._chance_of_null(branch, row) > 0.5) is believed

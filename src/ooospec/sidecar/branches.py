@@ -153,14 +153,17 @@ class Branch:
 
 
 def _finished_part(text: str) -> Any:
-    """Return the finished elements of a list that was cut short, or None."""
+    """Return the elements of a list that was cut short: the finished ones, or what there is of the first; or None."""
     text = text.strip()
-    while text.startswith("[") and "," in text:
+    if not text.startswith("["):
+        return None
+    whole = text
+    while "," in text:
         text = text[: text.rindex(",")]
         value = _loads(text + "]")
         if value is not None:
             return value
-    return None
+    return _loads(whole + '"]')
 
 
 def _loads(text: str) -> Any:

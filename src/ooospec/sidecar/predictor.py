@@ -80,6 +80,8 @@ class WavePredictor:
         self.stats = WaveStats()
         self._texts = self.codec.token_texts()
         self._numeric = _numeric_tokens(self._texts).to(loaded.model.device)
+        self._beginning: dict[str, Tensor] = {}
+        """Ids of the tokens whose text begins with a text."""
         self._copies = CopyIndex([], self._texts)
         self._priors: dict[bytes, list[float]] = {}
 
@@ -251,16 +253,27 @@ class WavePredictor:
                 self._step(decoding, first.base)
 
     def _choose(self, request: Submit, branch: Branch, first: _Pass, dialogue: str, null: float) -> SlotValue:
-        scores = [first.log_chance(nodes) if nodes else -math.inf for nodes in branch.options]
+        scores = [self._log_chance_of_choice(first, nodes) if nodes else -math.inf for nodes in branch.options]
         best = max(range(len(scores)), key=scores.__getitem__)
         if self.habits.answers_null and null > math.exp(scores[best]):
             return SlotValue(request.request, branch.tool, branch.slot, _percent(null), None, False)
         chance = self._honest(_softmax(scores)[best])
         return self._slot_value(request, branch, branch.spec.choices[best], chance, dialogue)
 
+    def _log_chance_of_choice(self, first: _Pass, nodes: list[int]) -> float:
+        """Score a choice; its last quote may be a part of a longer token, such as `"}}`."""
+        last = self._texts[first.trie.tokens[nodes[-1]]]
+        if not last.endswith('"'):
+            return first.log_chance(nodes)
+        if last not in self._beginning:
+            same = [token for token, text in enumerate(self._texts) if text.startswith(last)]
+            self._beginning[last] = torch.tensor(same, device=self.loaded.model.device)
+        row = first.rows[first.trie.parents[nodes[-1]]]
+        return first.log_chance(nodes[:-1]) + float(row[self._beginning[last]].logsumexp(0))
+
     def _chance_of_null(self, branch: Branch, row: Tensor) -> float:
         """Chance of null against the slot's type of value; 0 where the answer is not believed."""
-        if branch.null < 0 or (branch.spec.required and not self.habits.answers_null):
+        if branch.null < 0 or (branch.spec.required and "null" not in branch.spec.types):
             return 0.0
         if branch.opening < 0:
             return float(row[branch.null].exp()) if self.habits.answers_null else 0.0

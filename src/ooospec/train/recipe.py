@@ -24,6 +24,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     epochs: int = 1
     batch: int = 8
     learning_rate: float = 1e-4
+    cycles: int = 1
+    """How often the learning rate rises and falls."""
     warmup: float = 0.05
     weight_decay: float = 0.01
     clip: float = 1.0

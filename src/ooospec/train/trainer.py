@@ -52,11 +52,13 @@ def packed_loss(model: Any, packed: Packed, device: torch.device) -> tuple[Tenso
 
 
 def learning_rate(step: int, steps: int, recipe: Recipe) -> float:
-    """Cosine with linear warm-up."""
-    warm = max(1, math.ceil(recipe.warmup * steps))
+    """Cosine with linear warm-up, in every cycle anew (warm restarts, Loshchilov and Hutter, 2017)."""
+    length = math.ceil(steps / recipe.cycles)
+    step %= length
+    warm = max(1, math.ceil(recipe.warmup * length))
     if step < warm:
         return recipe.learning_rate * (step + 1) / warm
-    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, length - warm)))
 
 
 @dataclass(frozen=True, slots=True)
