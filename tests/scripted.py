@@ -32,7 +32,7 @@ class ScriptedTarget:
         pass
 
     def prefill(self, ids, all_rows=False):
-        pass
+        return torch.zeros(len(ids), self.vocab)
 
     @property
     def last_hidden(self):
@@ -48,7 +48,7 @@ class ScriptedTarget:
             on_script = done == self.script[: len(done)] and len(done) < len(self.script)
             logits[node, self.script[len(done)] if on_script else 0] = 1.0
         self._paths = paths
-        return logits
+        return torch.cat([torch.zeros(len(lead), self.vocab), logits]) if all_rows else logits
 
     def commit(self, tree, path):
         new = list(self._paths[path[-1]])

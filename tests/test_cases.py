@@ -71,7 +71,7 @@ def test_values_of_every_kind_survive_in_every_family(name, arguments):
 )
 def test_no_value_in_any_family_comes_out_otherwise_with_drafts(codec, name, drafted):
     """Every method, every size of draft, hints that are right, wrong and none: the target's own tokens, each time."""
-    memories = {method: Memory() for method in ("lookup", "toolspec", "ooo")}
+    memories = {method: Memory() for method in ("lookup", "recycling", "samd", "toolspec", "ooo")}
     for number, arguments in enumerate(VALUES):
         text = written_in(FORMATS[name], FORMATS[name].styles("")[0], TOOLS, "note", arguments)
         said = arguments if number % 3 else VALUES[number - 1]
@@ -224,8 +224,27 @@ def test_harmony_channels():
         "Look.",
     )
     check("harmony", "<|channel|>final<|message|>Done.", [], "Done.")
-    odd = '<|channel|>commentary?<|channel|>commentary to=functions.note<|message|>{"text":"x"}<|call|>'
-    check("harmony", odd, [("note", '{"text":"x"}')], "commentary?")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        ("<|channel|>commentary?<|channel|>commentary to=functions.note<|message|>{}<|call|>", ["note"], ""),
+        ("<|channel|>analysis to=functions.note code<|message|>{}<|call|>", ["note"], ""),
+        (
+            "<|start|>assistant to=functions.note<|channel|>commentary <|constrain|>json<|message|>{}<|call|>",
+            ["note"],
+            "",
+        ),
+        ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', [], '{"a": 1}'),
+        ('<|channel|>commentary to=functions.absent <|constrain|>json<|message|>{"a": 1}<|call|>', [], '{"a": 1}'),
+        ("<|start|>assistant<|channel|>final<|message|>Done.<|return|>", [], "Done."),
+        ("a <|channel|>final", [], "a"),
+        (f"<|channel|>{'long ' * 60}", [], ("long " * 60).strip()),
+    ],
+)
+def test_no_header_of_harmony_is_content(text, calls, content):
+    check("harmony", text, [(name, "{}") for name in calls], content)
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "mistral_named"])

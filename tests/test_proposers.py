@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ooospec.core import Commit, DecodeContext, TopTokens
-from ooospec.proposers.lookup import PromptLookup, find_continuation
+from ooospec.proposers.lookup import PromptLookup
 from ooospec.proposers.recycling import LEVELS, SuccessorTable, TokenRecycling, static_tree
 from ooospec.proposers.retrieval import Retrieval, RetrievalMemory, SuffixIndex
 
@@ -36,14 +36,17 @@ def commit(proposer, output, tokens, **more):
     proposer.observe(Commit(tuple(tokens), ("x",) * len(tokens), 0, 0, **more))
 
 
-@given(TOKENS, st.integers(1, 3))
-def test_lookup_finds_the_first_match(tokens, suffix):
+@given(TOKENS, st.integers(1, 3), st.integers(0, 20))
+def test_lookup_finds_the_first_match(tokens, suffix, prompt):
     expected = []
     for start in range(len(tokens) - suffix):
         if tokens[start : start + suffix] == tokens[len(tokens) - suffix :]:
             expected = tokens[start + suffix : start + suffix + 10]
             break
-    assert find_continuation(tokens, suffix, 10) == expected
+    lookup = PromptLookup((suffix,))
+    output = begin(lookup, tokens[:prompt])
+    commit(lookup, output, tokens[prompt:])
+    assert [list(draft.tokens) for draft in lookup.propose()] == ([expected] if expected else [])
 
 
 def test_lookup_prefers_long_suffixes_and_follows_the_output():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -16,7 +17,9 @@ from ooospec.chat.schema import normalize_schema, prose_tools, read_tools
 from ooospec.chat.template import render
 from ooospec.core import Draft, FunctionHint, Hint
 from ooospec.errors import UsageError
+from ooospec.methods import METHODS, Method
 from ooospec.placement import Placement, usable_cores
+from ooospec.proposers.lookup import PromptLookup
 from ooospec.runtime import Decoder
 from ooospec.sidecar import client as client_module
 from ooospec.sidecar import protocol
@@ -263,6 +266,67 @@ def test_normalising_leaves_data_alone():
 def test_every_form_of_message_is_rendered(tiny_llama, tools, message):
     with Decoder(tiny_llama, None, budget="fixed") as decoder:
         decoder.generate([message], tools, max_new_tokens=3)
+
+
+ITEMS = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{% for k, v in
+c.function.arguments|items %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}tools"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [('{"a": 1}', "a=1;"), ("", ""), ({"a": 2}, "a=2;"), ("no json", None), ("5", None), ("[1]", None), (None, None)],
+)
+def test_templates_that_take_arguments_apart_get_objects_or_say_where_there_is_none(tiny_llama, arguments, rendered):
+    tokenizer = copy.copy(tiny_llama.tokenizer)
+    tokenizer.chat_template = ITEMS
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    if rendered is None:
+        with pytest.raises(UsageError, match=r"Message 1: .* arguments of a call that are a JSON object"):
+            render(tokenizer, messages)
+    else:
+        assert render(tokenizer, messages).prompt == f"hi{rendered}tools"
+
+
+class Raising:
+    """A proposer that raises at one of its calls."""
+
+    name, wants_top = "failing", False
+
+    def __init__(self, hook, at):
+        self.hook, self.at, self.asked = hook, at, 0
+
+    def _call(self, hook):
+        self.asked += hook == self.hook
+        if hook == self.hook and self.asked == self.at:
+            raise RuntimeError("a bug")
+
+    def begin(self, context):
+        self._call("begin")
+
+    def propose(self):
+        self._call("propose")
+        return [Draft.uniform([1, 2], self.name, 0.5, 0.5)]
+
+    def observe(self, commit):
+        self._call("observe")
+
+    def end(self):
+        self._call("end")
+
+
+@pytest.mark.faulty
+@pytest.mark.parametrize(("hook", "at"), [("begin", 1), ("propose", 1), ("propose", 3), ("observe", 2), ("end", 1)])
+def test_a_proposer_that_fails_costs_speed_only(tiny_llama, monkeypatch, caplog, hook, at):
+    every = lambda setup: [Raising(hook, at), PromptLookup()]  # noqa: E731
+    monkeypatch.setitem(METHODS, "failing", Method("failing", "fails", every, 16))
+    with Decoder(tiny_llama, None, budget="fixed") as decoder:
+        expected = decoder.generate("abcabcabc", method="ar", max_new_tokens=20).output_ids
+        for count in (1, 2):
+            made = decoder.generate("abcabcabc", method="failing", max_new_tokens=20)
+            assert made.output_ids == expected and made.finish_reason
+            assert made.warnings == {"proposer failing": count}
+    assert [record.name for record in caplog.records].count("ooospec.engine") == 1  # logged once, counted always
 
 
 def test_template_errors_are_usage_errors(tiny_llama):

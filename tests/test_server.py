@@ -1,5 +1,6 @@
 """The server with a scripted target: OpenAI's shapes, streaming as made, errors, queue, aborts, metrics."""
 
+import copy
 import json
 import socket
 
@@ -11,7 +12,7 @@ from ooospec.cli import app
 from ooospec.errors import UsageError
 from ooospec.runtime import Decoder
 from ooospec.server.app import ServerSettings, create_app
-from ooospec.server.flags import merged
+from ooospec.server.flags import merged, warn_of_other_format
 from ooospec.target.model import TargetModel
 from served import CALL, SCRIPTS, WEATHER, body, chat, chunks, joined
 
@@ -81,6 +82,17 @@ def test_limits_stops_and_choices(client):
             else chat(client, "hello", stop=["how"])["choices"][0]["message"]["content"]
         )
         assert text == "Hello there,"
+    for stop, shown in [
+        ("Oslo", '{"city": "'),
+        ('"days": 3}}', '{"city": "Oslo", '),
+        ("}", '{"city": "Oslo", "days": 3'),
+    ]:
+        whole, streamed = chat(client, stop=stop)["choices"][0], joined(chunks(client, stop=[stop]))
+        assert whole["message"]["tool_calls"][0]["function"]["arguments"] == shown == streamed[1][0]["arguments"]
+        assert whole["finish_reason"] == streamed[2] == "stop"  # a call that was cut short is none
+    shown = chat(client, "hello", stop=["how", "there"], include_stop_str_in_output=True)["choices"][0]
+    assert shown["message"]["content"] == "Hello there"
+    assert joined(chunks(client, "hello", stop=["there"], include_stop_str_in_output=True))[0] == "Hello there"
     many = chat(client, n=3)
     assert [choice["index"] for choice in many["choices"]] == [0, 1, 2]
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in many["choices"]}) == 3
@@ -90,6 +102,7 @@ def test_tool_choice_none_and_single_calls(client, scripted_decoder):
     plain = chat(client, tool_choice="none")
     assert plain["choices"][0]["message"]["content"] == CALL and "tool_calls" not in plain["choices"][0]["message"]
     assert plain["metrics"]["speculative_decoding"]["accepted_by_source"].get("schema") is None
+    assert plain["usage"]["prompt_tokens"] == chat(client)["usage"]["prompt_tokens"]
     one = chat(client, "two", parallel_tool_calls=False)
     assert len(one["choices"][0]["message"]["tool_calls"]) == 1 and one["choices"][0]["finish_reason"] == "tool_calls"
     assert len(joined(chunks(client, "two", parallel_tool_calls=False))[1]) == 1
@@ -161,6 +174,15 @@ def test_completions(client):
          "tools[0].function.parameters", "got list"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, 400,
          "tools[0].function.parameters", "type \"object\""),
+        *(({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **wrong}}}]}, 400,
+           "tools[0].function.parameters", words) for wrong, words in [
+            ({"properties": []}, "properties must be an object; got list"), ({"properties": "x"}, "got str"),
+            ({"properties": {"a": 5}}, "property 'a' must have a schema; got int"),
+            ({"required": "a"}, "required must be a list of names; got str")]),
+        ({"tools": [{"type": "web"}] * 100}, 400, "tools[0].type", "(100 tools are wrong in all)"),
+        ({"messages": [{"role": 5}] * 4000}, 400, "messages[0]", "(4000 messages are wrong in all)"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": {"a": 1}}]}, 400, "messages[1]",
+         "content must be text"),
         ({"tools": [WEATHER, WEATHER]}, 400, "tools", "Two tools are named"),
         ({"tool_choice": "sometimes"}, 400, "tool_choice", "auto, none, required"),
         ({"tool_choice": {"type": "function", "function": {"name": "absent"}}}, 400, "tool_choice", "not among"),
@@ -360,13 +382,16 @@ def test_a_real_tiny_model_behind_the_server(tiny_llama):
         (["--speculative-config", '{"num_speculative_tokens": 0}'], "from 1 to 511"),
         (["--tool-call-parser", "nope"], "Unknown call format 'nope'"),
         (["--chat-template", "/nope"], "no file that can be read"),
-        (["--host", "256.1.1.1"], "Cannot listen on 256.1.1.1:8000"),
+        (["--host", "256.1.1.1"], "Cannot listen on 256.1.1.1:"),
         (["--config", "/nope.yaml"], "Cannot read --config"),
         (["--model", "/nope"], "/nope"),
     ],
 )
 def test_wrong_flags_are_told_in_a_line(arguments, words):
-    result = CliRunner().invoke(app, ["serve", *arguments])
+    with socket.socket() as free:  # 8000 may be in use
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    result = CliRunner().invoke(app, ["serve", "--port", port, *arguments])
     assert result.exit_code == 2 and words in " ".join(result.output.split())
 
 
@@ -377,6 +402,24 @@ def test_a_taken_port_is_told_before_models_are_loaded():
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(app, ["serve", "--port", port])
     assert result.exit_code == 2 and f"Cannot listen on 127.0.0.1:{port}" in " ".join(result.output.split())
+
+
+def test_a_parser_that_is_not_the_models_is_warned_of(tiny_llama, capsys):
+    tokenizer = copy.copy(tiny_llama.tokenizer)
+    tokenizer.chat_template = "{{ messages }}<|python_tag|>"
+    for chosen in (None, "llama3_json"):
+        warn_of_other_format(chosen, tokenizer)
+    assert capsys.readouterr().err == ""
+    warn_of_other_format("hermes", tokenizer)
+    assert "hermes was chosen, but the model seems to write llama3_json" in capsys.readouterr().err
+
+
+def test_tools_can_be_left_out_of_prompts_that_do_not_use_them(scripted_decoder):
+    with TestClient(create_app(scripted_decoder, ServerSettings(("tiny",), exclude_unused_tools=True))) as client:
+        used = chat(client)["usage"]["prompt_tokens"]
+        unused = chat(client, tool_choice="none")
+        assert unused["usage"]["prompt_tokens"] == chat(client, tools=None)["usage"]["prompt_tokens"] < used
+        assert unused["choices"][0]["message"]["content"] == CALL
 
 
 def test_the_config_file_is_read_and_flags_come_first(tmp_path):

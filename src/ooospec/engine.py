@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from ooospec.stopping import Limits
 from ooospec.target.model import TargetModel
 from ooospec.verify import Chooser, accept, top_indices
 
+logger = logging.getLogger("ooospec.engine")
 TOP_SUCCESSORS = 8
 
 
@@ -33,12 +36,14 @@ def decode(
     next_chunk: Callable[[int], int] = lambda left: 512 if left > 512 else 0,
     salt: str = "",
     clock: float | None = None,
+    faults: Counter[str] | None = None,
 ) -> Iterator[Commit]:
     """Decode one request, a commit a round. `output` is `context.output_ids`, which this loop alone appends to.
 
     The first round's tree hangs on the last prompt token and shares its forward pass with the last chunk of the
     prompt, so a hint that is there by then saves even that token. `next_chunk` is asked how many of the tokens left to
     prefill at once; 0 = the rest goes with the tree. `clock` is `time.perf_counter()` at arrival.
+    A proposer that raises is left out for the rest of the request, and counted in `faults`.
     Raises ContextLengthError when the prompt leaves no room for an answer.
     """
     clock = time.perf_counter() if clock is None else clock
@@ -49,8 +54,8 @@ def decode(
         any(getattr(proposer, wish, False) for proposer in proposers) for wish in ("wants_top", "wants_prompt_top")
     )
     planner = Planner(budget, calibrator, target.vocabulary)
-    for proposer in proposers:
-        proposer.begin(context)
+    sources = _Sources(proposers, faults if faults is not None else Counter())
+    sources.tell(lambda proposer: proposer.begin(context))
     try:
         read = []
         while chunk := next_chunk(len(lead)):
@@ -60,7 +65,7 @@ def decode(
         while finish is None:
             start = time.perf_counter()
             room = limits.max_new_tokens - len(output) - 1
-            offered = (_clipped(draft, chooser) for proposer in proposers for draft in proposer.propose())
+            offered = (_clipped(draft, chooser) for draft in sources.propose())
             drafts = [draft for draft in offered if draft.tokens]
             tree = planner.plan(root, drafts, room, len(lead))
             proposed = time.perf_counter()
@@ -90,15 +95,49 @@ def decode(
                 finish_reason=finish,
                 chances=tuple(chooser.chances[:kept]),
             )
-            for proposer in proposers:
-                proposer.observe(commit)
+            sources.observe(commit)
             planner.observe(commit.tokens)
             yield commit
             root, lead, number = accepted.bonus, [], number + 1
     finally:
-        for proposer in proposers:
-            proposer.end()
+        sources.tell(lambda proposer: proposer.end())
         target.end([*context.prompt_ids, *output])
+
+
+class _Sources:
+    """The proposers of a request. What fails in one of them costs speed, never the answer."""
+
+    def __init__(self, proposers: Sequence[Proposer], faults: Counter[str]) -> None:
+        self._proposers, self._faults = list(proposers), faults
+
+    def tell(self, what: Callable[[Proposer], None]) -> None:
+        """Call every proposer."""
+        for proposer in tuple(self._proposers):
+            try:
+                what(proposer)
+            except Exception:
+                self._leave_out(proposer)
+
+    def propose(self) -> list[Draft]:
+        """Collect the drafts of all proposers."""
+        drafts = list[Draft]()
+        for proposer in tuple(self._proposers):
+            try:
+                drafts += proposer.propose()
+            except Exception:
+                self._leave_out(proposer)
+        return drafts
+
+    def observe(self, commit: Commit) -> None:
+        """Tell every proposer what was committed."""
+        self.tell(lambda proposer: proposer.observe(commit))
+
+    def _leave_out(self, proposer: Proposer) -> None:
+        self._proposers.remove(proposer)
+        name = f"proposer {proposer.name}"
+        self._faults[name] += 1
+        if self._faults[name] == 1:
+            logger.exception("%s failed and is left out for the rest of its request; the answer goes on.", name)
 
 
 def _top(tokens: Sequence[int], logits: Tensor) -> TopTokens:

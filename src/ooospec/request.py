@@ -197,7 +197,7 @@ class Request:
         return decode(
             decoder.target, context, self.output, sources, chooser, self.limits, self.budget,
             calibrator=self.memory.part(Calibrator), next_chunk=decoder._next_chunk, salt=self.salt,
-            clock=self.clock,
+            clock=self.clock, faults=decoder.faults,
         )  # fmt: skip
 
     def _poll(self) -> Hint | None:

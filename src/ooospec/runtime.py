@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -104,6 +105,7 @@ class Decoder:
         if sidecar is not None:
             self._client = self._reach(sidecar, adapter, sidecar_dtype, progress)
         self.memories: dict[str, Memory] = {}
+        self.faults: Counter[str] = Counter()
         self._grammars: Grammars | None = None
         self.default_method = "ooo"
         """Method of requests that name none."""
@@ -291,8 +293,8 @@ class Decoder:
 
     @property
     def warnings(self) -> dict[str, int]:
-        """Faults of the sidecar, counted by kind."""
-        return dict(self._client.warnings) if self._client is not None else {}
+        """Faults of the sidecar and of proposers, counted by kind."""
+        return {**(self._client.warnings if self._client is not None else {}), **self.faults}
 
     def top_gap(self, ids: Sequence[int]) -> tuple[float, float]:
         """Return (difference of the two largest logits after `ids`, the largest), by one plain forward pass."""

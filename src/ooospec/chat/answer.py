@@ -110,6 +110,7 @@ class AnswerStream:
         self._markers = _longest_first([*self._openers, *self._closers])
         self._tags = [marker for marker in self._markers if marker.startswith(("<", "[TOOL"))]  # no ordinary text
         self._splitter = ThinkSplitter.of(call_format, thinking, reasons)
+        self._headers = call_format.headers(tools) if call_format is not None and call_format.headers else None
         self._shown = 0  # characters of the scanner's text that are out or dropped
         self._names = {tool.name for tool in tools}
         self._found = 0  # calls of the scanner that have been looked at
@@ -134,6 +135,8 @@ class AnswerStream:
         thought, answer = self._splitter.push(text, final)
         if thought:
             yield Reasoning(thought)
+        if self._headers is not None:
+            answer = self._headers.push(answer, final)
         if answer or final:
             yield from self._answer(answer, final)
 

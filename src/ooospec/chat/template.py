@@ -72,10 +72,12 @@ def check_messages(messages: Any) -> tuple[Message, ...]:
         return ({"role": "user", "content": messages},)
     if not isinstance(messages, Sequence) or not messages:
         raise UsageError(f"Messages must be a non-empty list of {{role, content}}; got {type(messages).__name__}.")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
-            raise UsageError(f"Message {index}: role must be one of {', '.join(ROLES)}; got {role!r}.")
+    wrong = [i for i, m in enumerate(messages) if not isinstance(m, Mapping) or m.get("role") not in ROLES]
+    if wrong:
+        first = messages[wrong[0]]
+        role = first.get("role") if isinstance(first, Mapping) else type(first).__name__
+        more = f" ({len(wrong)} messages are wrong in all)" if len(wrong) > 1 else ""
+        raise UsageError(f"Message {wrong[0]}: role must be one of {', '.join(ROLES)}; got {str(role)[:50]!r}.{more}")
     return tuple(messages)
 
 
@@ -113,7 +115,7 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     try:
         prompt = tokenizer.apply_chat_template(rendered, tools=listed, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"The target's chat template does not take these messages: {error}") from error
+        raise UsageError(_refusal(checked, rendered, error)) from error
     # only those who write the prompt's instructions choose the format, never the words of a dialogue
     if call_format is None:
         asked = {"prose": str(checked[0].get("content") or "")}.get(kind, "")
@@ -123,10 +125,26 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     return Conversation(str(prompt), known, said, kind, call_format, thinking, reasons)
 
 
+def _refusal(checked: Sequence[Message], rendered: Sequence[Message], error: Exception) -> str:
+    """Say why a template failed: at calls whose arguments are no object, if there are any."""
+    for index, message in enumerate(checked):
+        for call in message.get("tool_calls") or ():
+            given = call.get("function", {}).get("arguments") if isinstance(call, Mapping) else None
+            if not isinstance(_plain_call(call)["function"].get("arguments"), Mapping):
+                return (
+                    f"Message {index}: the target's chat template needs arguments of a call that are a JSON object; "
+                    f"got {str(given)[:50]!r}."
+                )
+    return f"The target's chat template does not take these messages: {error}"
+
+
 def _check_parts(messages: Sequence[Message]) -> None:
     """Refuse content that is no text: targets here read nothing else."""
     for index, message in enumerate(messages):
         content = message.get("content")
+        if not isinstance(content, str | list | None):
+            kind = type(content).__name__
+            raise UsageError(f"Message {index}: content must be text, a list of text parts, or null; got {kind}.")
         for part in content if isinstance(content, list) else ():
             kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
             if kind not in TEXT_PARTS:
@@ -155,7 +173,7 @@ def _plain_call(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
     except (ValueError, RecursionError):
         return call
 

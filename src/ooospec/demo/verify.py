@@ -62,7 +62,7 @@ def run_verify(load: Callable[[], Decoder], settings: VerifySettings, as_json: b
         warnings = decoder.warnings
     report = [_row(method, comparisons) for method in methods]
     if as_json:
-        sys.stdout.write(json.dumps({"methods": report, "sidecar_warnings": warnings}) + "\n")
+        sys.stdout.write(json.dumps({"methods": report, "warnings": warnings}) + "\n")
     else:
         _print(report, warnings)
     return all(d["tie"] for row in report for d in row["divergences"])
@@ -119,4 +119,4 @@ def _print(report: Sequence[dict[str, Any]], warnings: dict[str, int]) -> None:
                 f"(dtype spacing {d['spacing']}): {kind}"
             )
     if warnings:
-        console.print(f"sidecar warnings: {warnings}")
+        console.print(f"warnings: {warnings}")

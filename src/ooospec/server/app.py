@@ -49,6 +49,8 @@ class ServerSettings:
     memory_bytes: int = 1 << 29
     inspector: bool = True
     otlp_traces_endpoint: str | None = None
+    exclude_unused_tools: bool = False
+    """Under tool_choice none the prompt holds no tools."""
 
 
 @dataclass
@@ -113,7 +115,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        text = f"{request.method} {request.url.path}: {error.detail}"
+        why = f": {error.__cause__}" if error.__cause__ is not None else ""  # such as a number of 5,000 digits
+        text = f"{request.method} {request.url.path}: {error.detail}{why}"
         return _error_response(ApiError(error.status_code, text, headers=dict(error.headers or {})))
 
     @app.exception_handler(Exception)
@@ -190,7 +193,10 @@ def _add_routes(app: FastAPI, state: _State) -> None:
     async def chat(request: Request, body: ChatBody) -> Response:
         _check_model(settings, body.model)
         options = body.options()
-        job = _job(state, request, body, body.messages, body.tools, options, body.n)
+        unused = state.settings.exclude_unused_tools and body.tool_choice == "none"
+        tools = None if unused else body.tools
+        options |= {"tool_choice": None} if unused else {}
+        job = _job(state, request, body, body.messages, tools, options, body.n)
         state.worker.submit(job)
         inspect = INSPECT_HEADER in request.headers
         return await _respond(request, body, job, ChatAnswer(codec, body, job.salt, inspect, state.recent.appendleft))
@@ -293,7 +299,10 @@ def _job(
 
     loop, limit, arrived = asyncio.get_running_loop(), state.settings.time_limit_s, time.perf_counter()
     trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
-    return Job(make, choices, key, salt, loop, limit, arrived=arrived, trace=trace)
+    return Job(
+        make, choices, key, salt, loop, limit, arrived=arrived, trace=trace,
+        include_stop=body.include_stop_str_in_output,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- answers

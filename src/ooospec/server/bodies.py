@@ -71,6 +71,7 @@ class Body(BaseModel):
     max_tokens: StrictInt | None = Field(None, ge=1)
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[Stop] | None, Field(max_length=16), BeforeValidator(_listed)] = None
+    include_stop_str_in_output: StrictBool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: StrictInt | None = None
@@ -191,33 +192,51 @@ class _Place:
 
 
 def check_tools(tools: list[dict[str, Any]] | None) -> None:
-    """Refuse what is no function or no object schema, naming the place."""
-    for index, tool in enumerate(tools or []):
-        place = _Place(index)
-        if tool.get("type") != "function":
-            raise place.error(f'type must be "function"; got {str(tool.get("type"))[:50]!r}.', "type")
-        function = tool.get("function")
-        if not isinstance(function, Mapping):
-            raise place.error("function must be an object with a name.", "function")
-        name = function.get("name")
-        if not isinstance(name, str) or not name or len(name) > 256:
-            raise place.error("name must be text of 1 to 256 characters.", "function.name")
-        parameters = function.get("parameters")
-        if parameters is None:
-            continue
-        if not isinstance(parameters, Mapping):
-            raise place.error(
-                f"parameters must be a JSON Schema object; got {type(parameters).__name__}.", "function.parameters"
-            )
-        kind = parameters.get("type", "object")
-        if kind not in ("object", "dict"):
-            raise place.error(f'parameters must have type "object"; got {str(kind)[:50]!r}.', "function.parameters")
-        if _deeper_than(parameters, MAX_SCHEMA_DEPTH):
-            raise place.error(f"parameters are nested deeper than {MAX_SCHEMA_DEPTH} levels.", "function.parameters")
+    """Refuse what is no function or no object schema, naming the first place and how many there are."""
+    faults = [fault for index, tool in enumerate(tools or []) if (fault := _tool_fault(_Place(index), tool))]
+    if faults:
+        if len(faults) > 1:
+            faults[0].message += f" ({len(faults)} tools are wrong in all)"
+        raise faults[0]
     names = [tool["function"]["name"] for tool in tools or []]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ApiError(400, f"Two tools are named {twice!r}; give each a name of its own.", param="tools")
+
+
+def _tool_fault(place: _Place, tool: dict[str, Any]) -> ApiError | None:
+    """Say what is wrong with a tool, if anything."""
+    if tool.get("type") != "function":
+        return place.error(f'type must be "function"; got {str(tool.get("type"))[:50]!r}.', "type")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return place.error("function must be an object with a name.", "function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name or len(name) > 256:
+        return place.error("name must be text of 1 to 256 characters.", "function.name")
+    parameters = function.get("parameters")
+    fault = _schema_fault(parameters) if parameters is not None else ""
+    return place.error(fault, "function.parameters") if fault else None
+
+
+def _schema_fault(parameters: Any) -> str:
+    """Say why this is no schema of a function's parameters; "" if it is one."""
+    if not isinstance(parameters, Mapping):
+        return f"parameters must be a JSON Schema object; got {type(parameters).__name__}."
+    kind = parameters.get("type", "object")
+    if kind not in ("object", "dict"):
+        return f'parameters must have type "object"; got {str(kind)[:50]!r}.'
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, Mapping | None):
+        return f"properties must be an object; got {type(properties).__name__}."
+    if not isinstance(required, list | bool | None):  # true and false: some write JSON Schema's draft 3
+        return f"required must be a list of names; got {type(required).__name__}."
+    wrong = next((name for name, schema in (properties or {}).items() if not isinstance(schema, Mapping | bool)), None)
+    if wrong is not None:
+        return f"property {str(wrong)[:50]!r} must have a schema; got {type((properties or {})[wrong]).__name__}."
+    if _deeper_than(parameters, MAX_SCHEMA_DEPTH):
+        return f"parameters are nested deeper than {MAX_SCHEMA_DEPTH} levels."
+    return ""
 
 
 def _deeper_than(value: Any, depth: int) -> bool:

@@ -32,6 +32,12 @@ def serve(
         str | None, typer.Option(help="Jinja file, or template text, instead of the model's.")
     ] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="Call format; default: read off the template.")] = None,
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool,
+        typer.Option(
+            "--exclude-tools-when-tool-choice-none", help="Leave tools out of the prompt under tool_choice none."
+        ),
+    ] = False,
     reasoning_parser: Annotated[
         str | None, typer.Option(help="Accepted for vLLM's sake: <think> blocks are always told apart.")
     ] = None,
@@ -83,6 +89,7 @@ def serve(
         decoder.default_method = method
         if template is not None:
             decoder.loaded.tokenizer.chat_template = template
+        read.warn_of_other_format(call_format, decoder.loaded.tokenizer)
         if settings.max_model_len is not None:
             decoder.target.limit_context(settings.max_model_len)
         read.run_server(decoder, settings, listening)

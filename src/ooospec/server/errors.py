@@ -8,6 +8,7 @@ from typing import Any
 from ooospec.errors import ContextLengthError, ToolsError, UsageError
 
 MAX_MESSAGE = 2000
+_MESSAGE = re.compile(r"^Message (\d+):")
 _FIRST_WORD = re.compile(r"^([a-z_]+)\b")
 _FIELDS = frozenset(
     {
@@ -43,6 +44,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ToolsError):
         return ApiError(400, str(error), param="tools")
     if isinstance(error, UsageError):
+        if (message := _MESSAGE.match(str(error))) is not None:
+            return ApiError(400, str(error), param=f"messages[{message[1]}]")
         found = _FIRST_WORD.match(str(error))
         param = found[1] if found is not None and found[1] in _FIELDS else None
         return ApiError(400, str(error), param=param)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ooospec.chat.formats.registry import format_named
+from ooospec.chat.formats.registry import NO_SIGN, format_named
+from ooospec.chat.template import template_format
 from ooospec.errors import UsageError
 from ooospec.methods import served_methods
 from ooospec.runtime import Decoder
@@ -39,6 +41,7 @@ class ServeSettings:
     max_model_len: Annotated[int, msgspec.Meta(ge=8)] | None = None
     chat_template: str | None = None
     tool_call_parser: str | None = None
+    exclude_tools_when_tool_choice_none: bool = False
     speculative_config: str | dict[str, Any] | None = None
     max_queue: Annotated[int, msgspec.Meta(ge=1)] = 64
     request_timeout: Annotated[float, msgspec.Meta(ge=1)] = 600.0
@@ -91,6 +94,16 @@ def parser_format(name: str | None) -> str | None:
     if name in (None, "auto"):
         return None
     return format_named(PARSERS.get(str(name), str(name))).name
+
+
+def warn_of_other_format(chosen: str | None, tokenizer: Any) -> None:
+    """Say so if a call format was chosen that is not the one the model's template asks for."""
+    found, why = template_format(tokenizer)
+    if chosen not in (None, found.name) and NO_SIGN not in why:
+        sys.stderr.write(
+            f"--tool-call-parser: {chosen} was chosen, but the model seems to write {found.name}, because {why}; "
+            "calls in another format stay in the content.\n"
+        )
 
 
 def speculative_options(text: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -148,6 +161,7 @@ def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.sock
         ServerSettings(
             names, keys, settings.max_queue, settings.request_timeout, settings.max_body_bytes,
             settings.memory_bytes, inspector=settings.ui, otlp_traces_endpoint=settings.otlp_traces_endpoint,
+            exclude_unused_tools=settings.exclude_tools_when_tool_choice_none,
         ),
     )  # fmt: skip
     logging.getLogger("ooospec.server").info(

@@ -59,7 +59,7 @@ class Metrics:
         )
         self.first_token = Histogram("vllm:time_to_first_token_seconds", "Arrival to first commit.", **make)
         self.total = Histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", **make)
-        self.sidecar_warnings = Gauge("ooospec:sidecar_warnings", "Faults of the sidecar, by kind.", ["kind"], **make)
+        self.warnings = Gauge("ooospec:warnings", "Faults of the sidecar and of proposers, by kind.", ["kind"], **make)
 
     def observe(self, kind: str, value: Any) -> None:
         """Take a report of the worker."""
@@ -90,7 +90,7 @@ class Metrics:
                 self.wave_s.observe(result.hint.wave_ms / 1e3)
             self.payload.observe(result.hint.payload_bytes)
         for kind, count in result.warnings.items():
-            self.sidecar_warnings.labels(kind).set(count)
+            self.warnings.labels(kind).set(count)
 
     def _commit(self, commit: Commit) -> None:
         if not commit.drafted:

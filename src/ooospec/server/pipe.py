@@ -13,10 +13,11 @@ from ooospec.request import Request
 class TextPipe:
     """The text of one choice. A stop string, and what may become one, is held back."""
 
-    def __init__(self, codec: TextCodec, request: Request) -> None:
+    def __init__(self, codec: TextCodec, request: Request, include_stop: bool = False) -> None:
+        """`include_stop` = a stop string that ends the text is shown."""
         self._codec, self._stream = codec, codec.stream()
         self._answer = request.answer_stream()
-        self._stops = request.limits.stop
+        self._stops, self._include_stop = request.limits.stop, include_stop
         self._held, self._stopped = "", False
         self._calls = 0
 
@@ -34,9 +35,10 @@ class TextPipe:
         if self._stopped:
             return "", []
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self._stopped, cut = True, min(found)
+            at, length = min(found)
+            self._stopped, cut = True, at + length * self._include_stop
         else:
             cut = len(text) if final else held_back(text, 0, self._stops)
         shown, self._held = text[:cut], "" if self._stopped else text[cut:]
@@ -50,4 +52,5 @@ class TextPipe:
         """Return OpenAI's word for how the choice ended."""
         if result.finish_reason == "length":
             return "length"
-        return "tool_calls" if self._calls else "stop"
+        whole = 0 < self._calls <= len(self._answer.calls)  # a call that a stop string cut short is none
+        return "tool_calls" if whole else "stop"

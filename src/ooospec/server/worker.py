@@ -85,6 +85,8 @@ class Job:
     """When its turn came."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Headers that may continue a client's trace."""
+    include_stop: bool = False
+    """A stop string that ends an answer is shown."""
     aborted: bool = False
     first: Request | None = None
 
@@ -215,7 +217,7 @@ class Worker(threading.Thread):
         request.deadline = job.arrived + job.time_limit_s
         if job.aborted:
             return
-        pipe = TextPipe(self.decoder.loaded.codec, request)
+        pipe = TextPipe(self.decoder.loaded.codec, request, job.include_stop)
         rounds = request.run()
         try:
             for commit in rounds:

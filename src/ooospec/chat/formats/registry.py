@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ooospec.chat.formats import harmony
 from ooospec.chat.formats.headed import Head, HeadedScanner
 from ooospec.chat.formats.pythonic import PythonScanner
 from ooospec.chat.formats.tagged import Tags, TagScanner
@@ -34,6 +35,8 @@ class CallFormat:
     """Text after a call that is no content, separators included."""
     reasoning: tuple[str, str] | None = None
     """What opens and ends a reasoning block, where the format itself has one."""
+    headers: Callable[[Sequence[Tool]], harmony.HeaderFilter] | None = None
+    """Takes out what stands around messages, where the format has that."""
 
 
 FORMATS: dict[str, CallFormat] = {}
@@ -155,6 +158,7 @@ def _headed(
     openers: Sequence[str] = (),
     closers: Sequence[str] = (),
     reasoning: tuple[str, str] | None = None,
+    headers: Callable[[Sequence[Tool]], harmony.HeaderFilter] | None = None,
 ) -> None:
     register_format(
         CallFormat(
@@ -166,12 +170,17 @@ def _headed(
             tuple(marker for marker in (opening, *openers) if marker),
             tuple(marker.strip() for marker in (end, closing, *closers) if marker.strip()),
             reasoning,
+            headers,
         )
     )
 
 
 _headed(
-    "mistral_named", "[TOOL_CALLS]name[ARGS]{..}: Mistral since 2025", Head("[TOOL_CALLS]", "[ARGS]"), [("[ARGS]",)]
+    "mistral_named",
+    "[TOOL_CALLS]name[ARGS]{..}: Mistral since 2025",
+    Head("[TOOL_CALLS]", "[ARGS]"),
+    [("[ARGS]",)],
+    openers=("[TOOL_CALLS]",),
 )
 _headed(
     "deepseek_v3", "name and fenced JSON between tool-call tokens: DeepSeek V3, R1",
@@ -186,11 +195,12 @@ _headed(
 )  # fmt: skip
 _headed(
     "harmony", "a message to functions.name on the commentary channel: gpt-oss",
-    Head("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"), [("<|channel|>", "<|constrain|>")],
+    Head(harmony.CALL, harmony.CONSTRAINT), [("<|channel|>", "<|constrain|>")],
     "", "<|call|>", "",
     ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|channel|>",
      "<|message|>"),
     ("<|start|>assistant", "<|end|>", "<|return|>"), ("<|channel|>analysis<|message|>", "<|end|>"),
+    harmony.HeaderFilter,
 )  # fmt: skip
 _headed(
     "function_tag", "<function=name>{..}</function>: Llama 3.1's custom tools",
