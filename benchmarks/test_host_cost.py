@@ -76,7 +76,7 @@ def prepared(codec, method, prompt_tokens, count, text):
 
 
 @pytest.mark.parametrize("at", list(ANSWERS))
-@pytest.mark.parametrize("tools", [1, 10, 100])
+@pytest.mark.parametrize("tools", [1, 10, 100, 263])
 @pytest.mark.parametrize("prompt_tokens", [400, 4000])
 @pytest.mark.parametrize("method", ["lookup", "recycling", "samd", "toolspec", "ooo"])
 def test_round(benchmark, codec, method, prompt_tokens, tools, at):

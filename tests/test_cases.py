@@ -385,3 +385,14 @@ def test_schemas_that_refer_to_each_other_are_read_in_linear_time():
     loop = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}},
             "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}}  # fmt: skip
     assert read_tools([{"name": "f", "parameters": loop}])[0].slots[0].types == ("object",)
+
+
+@pytest.mark.parametrize("types", [["integer", "null"], ["string", "null"], ["null"]])
+@pytest.mark.parametrize("name", ["hermes", "mistral_named", "pythonic", "qwen3_coder"])
+def test_null_is_drafted_first_where_a_slot_may_hold_it(codec, name, types):
+    """Strict schemas list every key as required and mark what may be left out as nullable."""
+    properties = {"q": {"type": "string"}, "limit": {"type": types}}
+    tools = read_tools([{"name": "find", "parameters": {"properties": properties, "required": ["q", "limit"]}}])
+    text = written_in(FORMATS[name], FORMATS[name].styles("")[0], tools, "find", {"q": "cats", "limit": None})
+    _, commits = write(codec, text, tools, form=name)
+    assert len(commits) <= len(codec.encode("cats")) + 3  # all but the words of q

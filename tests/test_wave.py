@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ooospec.errors import UsageError
+from ooospec.errors import ContextLengthError, UsageError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.adapter import Habits, adapter_label, check_base, find_adapter, read_habits, shape_of, write_habits
 from ooospec.sidecar.branches import MAX_ANSWER_TOKENS, Branch, Trie, _finished_part
@@ -294,3 +294,14 @@ def test_a_required_slot_is_null_only_where_its_schema_says_so(tiny_llama):
     ]:  # fmt: skip
         branch = Branch(0, 0, "string", ToolSlot("a", types, required, "", ()), "", null=7, opening=3)
         assert (predictor._chance_of_null(branch, row) > 0.5) is believed
+
+
+def test_of_a_dialogue_that_is_too_long_the_newest_turns_are_read(tiny_llama, monkeypatch):
+    predictor = WavePredictor(tiny_llama, min_tool_chance=0.0)
+    room = len(prefix_ids(tiny_llama, SIGNATURES, REQUEST.dialogue)) + 40
+    monkeypatch.setattr("ooospec.sidecar.predictor.ROOM", predictor.model.context_length - room)
+    old = tuple(Turn("user" if number % 2 else "assistant", "word " * 50) for number in range(9))
+    long = msgspec.structs.replace(REQUEST, dialogue=(*old, *REQUEST.dialogue))
+    assert [m for m in predictor.wave(long) if m is not None] == [m for m in predictor.wave(REQUEST) if m is not None]
+    with pytest.raises(ContextLengthError, match="more than the sidecar reads"):
+        list(predictor.wave(msgspec.structs.replace(REQUEST, dialogue=(Turn("user", "word " * 900),))))

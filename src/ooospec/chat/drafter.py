@@ -26,6 +26,8 @@ FREE_KEY = 0.6
 """Chance that an argument whose value nobody has predicted comes next."""
 RECALLED, RECENT, ENDING, EMPTY, REALIGNED, COPIED, RETYPED = 0.4, 0.3, 0.35, 0.08, 0.4, 0.4, 0.5
 """Chances of guesses about a value that was not predicted, or predicted wrongly."""
+NULL = 0.5
+"""Chance of null in a slot that may hold it and of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,8 @@ def _from_slot(style: CallStyle, guess: Guess, tool: Tool, slot: Slot) -> list[P
     recalled = guess.recall(tool.name, slot.name)
     if recalled:
         return [colon, Piece(recalled[0], RECALLED, "recalled"), *rest]
+    if "null" in slot.types:
+        return [colon, Piece(style.write(None), NULL, "null"), *rest]
     opening = _value_opening(style, slot)
     return [colon, Piece(opening)] if opening else [colon]
 
@@ -313,6 +317,8 @@ def _candidates(
         if guess.source is not None and style.values == "json":
             for text in _retyped(hint.value):
                 yield text, RETYPED, "retyped"
+    if "null" in slot.types:
+        yield style.write(None), NULL, "null begun"
     for choice in slot.choices:
         yield style.write(choice), 1 / len(slot.choices), "choice"
     for text in guess.recall(tool.name, slot.name):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ooospec.errors import ContextLengthError
 from ooospec.sidecar.adapter import Habits
 from ooospec.sidecar.branches import Branch, Trie
 from ooospec.sidecar.copying import CopyIndex
@@ -36,6 +37,8 @@ TOP_FUNCTIONS = 3
 STEP_ROWS = 8
 """Rows of a step that copied drafts may fill: up to here a row costs next to nothing on a CPU."""
 PRIORS_KEPT = 256
+ROOM = 512
+"""Tokens left for questions and answers behind a prefix."""
 _PIECE = re.compile(r'[^"\[\]{},:\s][^"\[\]{},]{2,}')
 """Runs of three or more characters between the punctuation of JSON."""
 _NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
@@ -93,7 +96,7 @@ class WavePredictor:
             self.model.prefix_cache.clear()
         prior = self._prior(request) if request.only < 0 else []
         yield None
-        prefix = prefix_ids(self.loaded, request.tools, request.dialogue)
+        prefix = self._prefix(request)
         self._copies = CopyIndex(prefix, self._texts)
         stats.cached_tokens = self.model.begin(prefix)
         try:
@@ -112,6 +115,17 @@ class WavePredictor:
         finally:
             self.model.end(prefix)
             stats.wave_ms = (time.perf_counter() - start) * 1e3
+
+    def _prefix(self, request: Submit) -> list[int]:
+        """Tokenize tools and dialogue; of a dialogue that is longer than the model reads, the newest turns."""
+        dialogue = request.dialogue
+        while True:
+            prefix = prefix_ids(self.loaded, request.tools, dialogue)
+            if len(prefix) + ROOM <= self.model.context_length:
+                return prefix
+            if len(dialogue) < 2:
+                raise ContextLengthError(f"{len(prefix)} tokens are more than the sidecar reads.")
+            dialogue = dialogue[len(dialogue) // 2 :]
 
     def _prefill(self, lead: list[int], limit: int = 1 << 30) -> list[int]:
         """Cache about `limit` tokens of `lead`; return the rest."""
