@@ -7,6 +7,7 @@ import time
 import uvicorn
 
 from ooospec.server.app import ServerSettings, create_app
+from ooospec.server.flags import make_server
 from scripted import ScriptedTarget
 
 SCHEMA = {
@@ -84,8 +85,8 @@ class Served:
     """The app under uvicorn on a free loopback port."""
 
     def __init__(self, decoder, **settings):
-        config = uvicorn.Config(create_app(decoder, ServerSettings(("tiny",), **settings)), port=0, log_level="error")
-        self.server = uvicorn.Server(config)
+        app = create_app(decoder, ServerSettings(("tiny",), **settings))
+        self.server = make_server(uvicorn.Config(app, port=0, log_level="error"), app.state.ooospec.worker)
         self.thread = threading.Thread(target=self.server.run)
 
     def __enter__(self):

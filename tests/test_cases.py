@@ -387,6 +387,28 @@ def test_schemas_that_refer_to_each_other_are_read_in_linear_time():
     assert read_tools([{"name": "f", "parameters": loop}])[0].slots[0].types == ("object",)
 
 
+@pytest.mark.parametrize("name", ["hermes", "json", "llama3_json"])
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        ("{CALL}", 1, ""),
+        ("{CALL}\n{CALL}", 2, ""),
+        ("Look: {CALL} there", 1, "Look: there"),
+        ("```json\n{CALL}\n```", 1, ""),
+        ("{ CALL }", 1, ""),
+        ("[CALL, CALL]", 2, ""),
+        ("[{CALL}]", 1, ""),
+        ("a {x} and {", 0, "a {x} and {"),
+        ("[1] {CALL} [2", 1, "[1] [2"),
+        ('{"x": CALL}', 0, '{"x": CALL}'),
+    ],
+)
+def test_braces_and_brackets_around_calls_are_no_content(name, text, calls, content):
+    """Templates that show `{{"name": ..}}` make models write it; agents would send it back as the answer's words."""
+    call = '{"name": "ping", "arguments": {}}'
+    check(name, text.replace("CALL", call), [("ping", "{}")] * calls, content.replace("CALL", call))
+
+
 @pytest.mark.parametrize("types", [["integer", "null"], ["string", "null"], ["null"]])
 @pytest.mark.parametrize("name", ["hermes", "mistral_named", "pythonic", "qwen3_coder"])
 def test_null_is_drafted_first_where_a_slot_may_hold_it(codec, name, types):

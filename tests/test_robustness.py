@@ -259,8 +259,8 @@ def test_normalising_leaves_data_alone():
         {"role": "user", "content": None},
         {"role": "user"},
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
-        {"role": "assistant", "tool_calls": [{"function": None}, {"function": {"name": "f", "arguments": "{"}}]},
-        {"role": "assistant", "tool_calls": 3},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        {"role": "assistant", "tool_calls": None},
     ],
 )
 def test_every_form_of_message_is_rendered(tiny_llama, tools, message):

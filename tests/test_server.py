@@ -1,6 +1,7 @@
 """The server with a scripted target: OpenAI's shapes, streaming as made, errors, queue, aborts, metrics."""
 
 import copy
+import dataclasses
 import json
 import socket
 
@@ -12,7 +13,7 @@ from ooospec.cli import app
 from ooospec.errors import UsageError
 from ooospec.runtime import Decoder
 from ooospec.server.app import ServerSettings, create_app
-from ooospec.server.flags import merged, warn_of_other_format
+from ooospec.server.flags import limit_context, merged, use_template, warn_of_other_format
 from ooospec.target.model import TargetModel
 from served import CALL, SCRIPTS, WEATHER, body, chat, chunks, joined
 
@@ -164,7 +165,7 @@ def test_completions(client):
         ({"messages": None}, 400, "messages", "required"),
         ({"messages": []}, 400, "messages", "at least 1"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, None, "role must be one of"),
-        ({"messages": ["x"]}, 400, "messages[0]", "dictionary"),
+        ({"messages": ["x"]}, 400, "messages[0]", "messages[0]: must be an object; got 'x'"),
         ({"model": None}, 400, "model", "required"),
         ({"model": "gpt"}, 404, "model", "No model 'gpt' here; this server has tiny, alias"),
         ({"tools": []}, 400, "tools", "at least 1"),
@@ -183,6 +184,13 @@ def test_completions(client):
         ({"messages": [{"role": 5}] * 4000}, 400, "messages[0]", "(4000 messages are wrong in all)"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": {"a": 1}}]}, 400, "messages[1]",
          "content must be text"),
+        ({"speculative": "x"}, 400, "speculative", "must be true or false or an object; got 'x'"),
+        ({"stop": 5}, 400, "stop", "must be a list; got 5"),
+        ({"temperature": True}, 400, "temperature", "must be a number; got True"),
+        ({"stream_options": 1}, 400, "stream_options", "must be an object; got 1"),
+        ({"prediction": {"type": "content", "content": 5}}, 400, "prediction.content", "text or a list; got 5"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "messages[0]", "must be a list; got str"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, 400, "messages[0]", "tool_calls[0] must"),
         ({"tools": [WEATHER, WEATHER]}, 400, "tools", "Two tools are named"),
         ({"tool_choice": "sometimes"}, 400, "tool_choice", "auto, none, required"),
         ({"tool_choice": {"type": "function", "function": {"name": "absent"}}}, 400, "tool_choice", "not among"),
@@ -229,7 +237,7 @@ def test_bodies_that_are_no_json_or_too_large(scripted_decoder):
             response = client.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
             assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
         big = client.post("/v1/chat/completions", json=body("x" * 5000))
-        assert big.status_code == 413 and "larger than 4000" in big.json()["error"]["message"]
+        assert big.status_code == 413 and "this server takes 4000" in big.json()["error"]["message"]
         assert client.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found"
         assert client.get("/v1/chat/completions").status_code == 405
         assert chat(client)
@@ -385,6 +393,9 @@ def test_a_real_tiny_model_behind_the_server(tiny_llama):
         (["--host", "256.1.1.1"], "Cannot listen on 256.1.1.1:"),
         (["--config", "/nope.yaml"], "Cannot read --config"),
         (["--model", "/nope"], "/nope"),
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--served-model-name", " "], "--served-model-name must not be empty"),
+        (["--otlp-traces-endpoint", "foo"], "must be an http:// or https:// URL; got 'foo'"),
     ],
 )
 def test_wrong_flags_are_told_in_a_line(arguments, words):
@@ -412,6 +423,16 @@ def test_a_parser_that_is_not_the_models_is_warned_of(tiny_llama, capsys):
     assert capsys.readouterr().err == ""
     warn_of_other_format("hermes", tokenizer)
     assert "hermes was chosen, but the model seems to write llama3_json" in capsys.readouterr().err
+
+
+def test_templates_and_lengths_that_do_not_fit_the_model_are_refused_at_start(tiny_llama):
+    loaded = dataclasses.replace(tiny_llama, tokenizer=copy.copy(tiny_llama.tokenizer))
+    with Decoder(loaded, None, budget="fixed") as decoder:
+        for template in ("{{ bad", "{{ raise_exception('no') }}"):
+            with pytest.raises(UsageError, match="--chat-template cannot render a message"):
+                use_template(decoder, template)
+        with pytest.raises(UsageError, match="--max-model-len 9999 is more than the 2048 tokens"):
+            limit_context(decoder, 9999)
 
 
 def test_tools_can_be_left_out_of_prompts_that_do_not_use_them(scripted_decoder):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,6 +74,27 @@ def test_a_client_that_goes_away_ends_the_work(scripted_decoder):
         assert answer.status_code == 200 and time.monotonic() - start < 3
         text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
         assert "ooospec:requests_aborted_total 2.0" in text
+
+
+def test_the_first_signal_finishes_what_runs_and_the_second_drops_it(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.02
+    sent = {**body("long", speculative=False), "stream": True}
+    for signals in (1, 2):
+        with Served(scripted_decoder) as served, httpx.stream(
+            "POST", f"{served.url}/chat/completions", json=sent, timeout=60
+        ) as response:  # fmt: skip
+            lines = response.iter_lines()
+            next(lines)
+            for _ in range(signals):
+                served.server.handle_exit(signal.SIGINT, None)
+            shown = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+            served.thread.join(20)
+            assert not served.thread.is_alive()
+        assert shown[-1] == "[DONE]"
+        if signals == 1:
+            assert len(shown) > 300 and "error" not in shown[-2]
+        else:
+            assert json.loads(shown[-2])["error"]["message"].startswith("The server was stopped")
 
 
 def test_the_time_limit_counts_the_queue(scripted_decoder):

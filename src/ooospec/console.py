@@ -26,7 +26,7 @@ Target = Annotated[str, typer.Option(help="Target: hub id, local folder, .gguf f
 Sidecar = Annotated[
     str,
     typer.Option(
-        help="Sidecar: a model as for --target, auto = the default one where it pays, none, or tcp://host:port."
+        help="Sidecar: hub id, folder, .gguf file, embedded name, auto = the default one where it pays, none, tcp://HOST:PORT."
     ),
 ]
 Adapter = Annotated[

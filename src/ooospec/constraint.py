@@ -84,7 +84,7 @@ class Grammars:
         if matcher is None:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
             if matcher.is_error():
-                raise UsageError(f"The {what} cannot be enforced: {_first_line(matcher.get_error())}")
+                raise UsageError(f"The {what} cannot be enforced: {_reason(matcher.get_error())}")
             if len(self._compiled) >= 64:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[grammar] = matcher
@@ -256,6 +256,7 @@ def _lark(*rules: str) -> str:
     return grammar
 
 
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:300] if lines else "no reason given"
+def _reason(text: str) -> str:
+    """Put the engine's lines into one, without the places in a grammar that nobody has seen."""
+    lines = [re.sub(r"^at \d+\(\d+\): ", "", line.strip()) for line in text.splitlines()]
+    return " ".join(filter(None, lines))[:300] or "no reason given"

@@ -103,6 +103,7 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     kind = "template" if known and tools else "prose" if known else "none"
     template = str(tokenizer.chat_template or "")
     _check_parts(checked)
+    _check_calls(checked)
     rendered = [_plain_message(message) for message in checked]
     if "developer" not in template:  # a role that templates without it pass over in silence
         rendered = [{**m, "role": "system"} if m["role"] == "developer" else m for m in rendered]
@@ -149,6 +150,22 @@ def _check_parts(messages: Sequence[Message]) -> None:
             kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
             if kind not in TEXT_PARTS:
                 raise UsageError(f"Message {index}: content may hold parts of type text only; got {str(kind)[:50]!r}.")
+
+
+def _check_calls(messages: Sequence[Message]) -> None:
+    """Refuse earlier calls that are none."""
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | None):
+            raise UsageError(f"Message {index}: tool_calls must be a list; got {type(calls).__name__}.")
+        for number, call in enumerate(calls or ()):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str):
+                raise UsageError(
+                    f"Message {index}: tool_calls[{number}] must be an object with a function that has a name; "
+                    f"got {str(call)[:50]!r}."
+                )
 
 
 def template_format(tokenizer: ChatTokenizer) -> tuple[CallFormat, str]:

@@ -165,6 +165,8 @@ def finish(done: ChoiceDone) -> dict[str, Any]:
     return {
         "total_ms": round(done.result.total_ms, 1),
         "prefill_ms": round(done.result.prefill_ms, 1),
+        "calls": [{"name": call.name, "arguments": call.raw_arguments} for call in done.result.calls],
+        "content": done.result.content,
         "hint": None if hint is None else {
             "ready_round": hint.ready_round, "ready_ms": hint.ready_ms, "complete_ms": hint.complete_ms,
             "function": hint.function, "slots": dict(hint.slots), "payload_bytes": hint.payload_bytes,

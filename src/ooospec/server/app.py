@@ -25,7 +25,7 @@ from ooospec.chat.template import RawPrompt
 from ooospec.runtime import Decoder
 from ooospec.server.answers import ChatAnswer, TextAnswer
 from ooospec.server.bodies import Body, ChatBody, CompletionBody
-from ooospec.server.errors import ApiError, as_api_error
+from ooospec.server.errors import ApiError, as_api_error, validation_error
 from ooospec.server.metrics import Metrics
 from ooospec.server.tracing import Tracing
 from ooospec.server.worker import AllDone, Failed, Item, Job, Worker
@@ -111,7 +111,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _error_response(_validation_error(error))
+        return _error_response(validation_error(error.errors(), error.body))
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
@@ -123,19 +123,6 @@ def _add_errors(app: FastAPI) -> None:
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         logger.exception("unforeseen error")
         return _error_response(as_api_error(error))
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """Name the first problem and how many there are."""
-    problems = error.errors()
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
-    place = ""
-    for part in first["loc"][1:]:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
-    more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
-    return ApiError(400, f"{place or 'body'}: {first['msg']}{more}.", param=place or None)
 
 
 class _Limits:
@@ -154,7 +141,7 @@ class _Limits:
                 _check_key(request, self.settings.api_keys)
             length = request.headers.get("content-length", "0")
             if length.isdecimal() and int(length) > limit:
-                raise ApiError(413, f"The body is larger than {limit} bytes.")
+                raise ApiError(413, f"The body has {length} bytes; this server takes {limit} (--max-body-bytes).")
         except ApiError as error:
             await _error_response(error)(scope, receive, send)
             return
@@ -164,7 +151,7 @@ class _Limits:
             message = await receive()
             size += len(message.get("body", b""))
             if size > limit:
-                raise HTTPException(413, f"The body is larger than {limit} bytes.")
+                raise HTTPException(413, f"The body has more bytes than this server takes ({limit}; --max-body-bytes).")
             return message
 
         await self.app(scope, counted, send)

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from ooospec.methods import served_methods
 from ooospec.server.errors import ApiError
@@ -21,6 +31,8 @@ SAMPLING_FIELDS = (
 
 
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+Number = Annotated[float, Strict()]
+"""Also a whole one; neither true nor text."""
 
 
 def _listed(value: Any) -> Any:
@@ -72,14 +84,14 @@ class Body(BaseModel):
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[Stop] | None, Field(max_length=16), BeforeValidator(_listed)] = None
     include_stop_str_in_output: StrictBool = False
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: StrictInt | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
     seed: StrictInt | None = None
     prediction: Prediction | None = None
     cache_salt: Annotated[StrictStr, Field(max_length=1024)] | None = None

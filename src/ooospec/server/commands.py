@@ -75,6 +75,7 @@ def serve(
     speculation = read.speculative_options(values["speculative_config"])
     call_format = read.parser_format(values["tool_call_parser"])
     settings = read.read_settings(values)
+    read.check_values(settings)
     template = read.read_template(settings.chat_template)
     options = {name: values[name] for name in ("adapter", "dtype", "device", "placement")}
     options["prefix_cache_bytes"] = settings.prefix_cache_bytes
@@ -88,8 +89,8 @@ def serve(
     ):
         decoder.default_method = method
         if template is not None:
-            decoder.loaded.tokenizer.chat_template = template
+            read.use_template(decoder, template)
         read.warn_of_other_format(call_format, decoder.loaded.tokenizer)
         if settings.max_model_len is not None:
-            decoder.target.limit_context(settings.max_model_len)
+            read.limit_context(decoder, settings.max_model_len)
         read.run_server(decoder, settings, listening)

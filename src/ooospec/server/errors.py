@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ooospec.errors import ContextLengthError, ToolsError, UsageError
@@ -50,3 +51,57 @@ def as_api_error(error: Exception) -> ApiError:
         param = found[1] if found is not None and found[1] in _FIELDS else None
         return ApiError(400, str(error), param=param)
     return ApiError(500, "The request failed inside the server; its log says why.", "server_error")
+
+
+_WANTED = {
+    "bool_type": "true or false", "int_type": "a whole number", "int_from_float": "a whole number",
+    "float_type": "a number", "string_type": "text", "list_type": "a list", "dict_type": "an object",
+    "model_attributes_type": "an object", "model_type": "an object",
+}  # fmt: skip
+"""What pydantic's kinds of wrong types ask for."""
+
+
+def validation_error(problems: Sequence[dict[str, Any]], body: Any) -> ApiError:
+    """Name the first place that is wrong, what was wanted, what came, and how many places there are."""
+    if problems[0]["type"] == "json_invalid":
+        why = problems[0].get("ctx", {}).get("error", problems[0]["msg"])
+        return ApiError(400, f"The body is not JSON: {why}.")
+    if body is None:
+        return ApiError(400, "The body is empty; send a JSON object.")
+    places: dict[str, list[dict[str, Any]]] = {}
+    for problem in problems:
+        places.setdefault(_place(problem, body), []).append(problem)
+    place, here = next(iter(places.items()))
+    wanted = list(dict.fromkeys(_WANTED.get(problem["type"], "") for problem in here))
+    if all(wanted):
+        text = f"must be {' or '.join(wanted)}"
+    else:
+        first = next(problem for problem in here if problem["type"] not in _WANTED)
+        text = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "should").rstrip(".")
+    came = here[0]["input"]
+    shown = "" if here[0]["type"] == "missing" or isinstance(came, dict | list) else f"; got {_shown(came)}"
+    kind = (
+        f"; got {'an object' if isinstance(came, dict) else 'a list'}"
+        if isinstance(came, dict | list) and all(wanted)
+        else ""
+    )
+    more = f" ({len(places)} places are wrong in all)" if len(places) > 1 else ""
+    return ApiError(400, f"{place or 'The body'}: {text}{shown}{kind}.{more}", param=place or None)
+
+
+def _shown(value: Any) -> str:
+    return (
+        repr(value if len(str(value)) <= 50 else f"{str(value)[:50]}…") if isinstance(value, str) else str(value)[:50]
+    )
+
+
+def _place(problem: dict[str, Any], body: Any) -> str:
+    """Write where a problem is, without pydantic's names for the branches of unions."""
+    place, at = "", body
+    for part in problem["loc"][1:]:
+        inside = isinstance(at, dict) and (part in at or problem["type"] == "missing")
+        if isinstance(part, int) and isinstance(at, list) and part < len(at):
+            place, at = f"{place}[{part}]", at[part]
+        elif inside:
+            place, at = f"{place}.{part}" if place else str(part), at.get(part)
+    return place

@@ -16,11 +16,14 @@ from typing import Annotated, Any
 import msgspec
 
 from ooospec.chat.formats.registry import NO_SIGN, format_named
-from ooospec.chat.template import template_format
+from ooospec.chat.template import render, template_format
 from ooospec.errors import UsageError
 from ooospec.methods import served_methods
 from ooospec.runtime import Decoder
+from ooospec.server.tracing import check_endpoint
+from ooospec.server.worker import Worker
 
+logger = logging.getLogger("ooospec.server")
 KEY_VARIABLE = "OOOSPEC_API_KEY"
 PARSERS = {
     "qwen3_xml": "qwen3_coder", "phi4_mini_json": "phi", "openai": "harmony", "glm45": "glm",
@@ -87,6 +90,33 @@ def read_settings(values: Mapping[str, Any]) -> ServeSettings:
         return msgspec.convert(chosen, ServeSettings)
     except msgspec.ValidationError as error:
         raise UsageError(f"A setting is wrong: {error}.") from error
+
+
+def check_values(settings: ServeSettings) -> None:
+    """Refuse, before models are loaded, what could only fail or mislead later. Raises UsageError."""
+    for flag, values in (("--api-key", settings.api_key), ("--served-model-name", settings.served_model_name)):
+        if not all(value.strip() for value in values):
+            raise UsageError(f"{flag} must not be empty; give a value or leave the flag out.")
+    endpoint = settings.otlp_traces_endpoint
+    if endpoint is not None:
+        check_endpoint(endpoint)
+
+
+def use_template(decoder: Decoder, template: str) -> None:
+    """Give the target a chat template that renders. Raises UsageError."""
+    decoder.loaded.tokenizer.chat_template = template
+    try:
+        render(decoder.loaded.tokenizer, "Hello.")
+    except UsageError as error:
+        raise UsageError(f"--chat-template cannot render a message: {error}") from error
+
+
+def limit_context(decoder: Decoder, length: int) -> None:
+    """Use fewer positions than the target was made for. Raises UsageError for more."""
+    most = decoder.target.context_length
+    if length > most:
+        raise UsageError(f"--max-model-len {length} is more than the {most} tokens that this target was made for.")
+    decoder.target.limit_context(length)
 
 
 def parser_format(name: str | None) -> str | None:
@@ -164,14 +194,31 @@ def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.sock
             exclude_unused_tools=settings.exclude_tools_when_tool_choice_none,
         ),
     )  # fmt: skip
-    logging.getLogger("ooospec.server").info(
+    logger.info(
         "serving %s on http://%s:%d/v1%s", names[0], settings.host, settings.port,
         f", inspector at http://{settings.host}:{settings.port}/ui" if settings.ui else "",
     )  # fmt: skip
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.request_timeout)
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    make_server(config, app.state.ooospec.worker).run(sockets=[listening])
+
+
+def make_server(config: Any, worker: Worker) -> Any:
+    """Make uvicorn's server, which the first signal asks to finish what runs, and the second to drop it."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            self._captured_signals.append(sig)
+            if self.should_exit:
+                worker.drop()
+                return
+            self.should_exit = True
+            if left := worker.unfinished():
+                logger.info("finishing %d requests; once more (Ctrl-C) drops them", left)
+
+    return Server(config)
 
 
 def read_template(template: str | None) -> str | None:

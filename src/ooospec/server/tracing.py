@@ -6,6 +6,7 @@ never holds messages, arguments or text.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Mapping
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ooospec.server")
 
 
+def check_endpoint(endpoint: str) -> None:
+    """Raise UsageError for what is no URL, or where OpenTelemetry is not installed."""
+    if not endpoint.startswith(("http://", "https://")):
+        raise UsageError(f"--otlp-traces-endpoint must be an http:// or https:// URL; got {endpoint!r}.")
+    try:
+        importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+        importlib.import_module("opentelemetry.sdk.trace.export")
+    except ImportError:
+        raise UsageError("--otlp-traces-endpoint needs OpenTelemetry; install the extra: ooo-spec[otel].") from None
+
+
 class Tracing:
     """Writes one trace per answered choice. Continues the client's trace where the request has a `traceparent`."""
 
@@ -35,15 +47,11 @@ class Tracing:
     @classmethod
     def to(cls, endpoint: str, model: str) -> Tracing:
         """Send spans to an OTLP/HTTP endpoint, such as http://127.0.0.1:4318/v1/traces. Raises UsageError."""
-        if not endpoint.startswith(("http://", "https://")):
-            raise UsageError(f"--otlp-traces-endpoint must be an http:// or https:// URL; got {endpoint!r}.")
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError:
-            raise UsageError("--otlp-traces-endpoint needs OpenTelemetry; install the extra: ooo-spec[otel].") from None
+        check_endpoint(endpoint)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         provider = TracerProvider(resource=Resource.create({"service.name": "ooospec"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

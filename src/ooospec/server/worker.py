@@ -119,6 +119,7 @@ class Worker(threading.Thread):
         self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._ending = False
+        self._job: Job | None = None
         self._memories: OrderedDict[str, tuple[Memory, int]] = OrderedDict()
         """By API key and salt, with the bytes after its last use; the one used longest ago is dropped first."""
         self._memories_total = 0
@@ -161,15 +162,31 @@ class Worker(threading.Thread):
             self._changed.notify()
         self.join(timeout_s)
 
+    def unfinished(self) -> int:
+        """Count the requests that run or wait."""
+        with self._changed:
+            return sum(map(len, self._queues.values())) + (self._job is not None)
+
+    def drop(self) -> None:
+        """End all requests at once; their clients are told."""
+        with self._changed:
+            jobs = [job for queue in self._queues.values() for job in queue]
+            jobs += [self._job] if self._job is not None else []
+        for job in jobs:
+            job.send(Failed(ApiError(503, "The server was stopped before the answer was whole.", "server_error")))
+            job.abort()
+
     # ------------------------------------------------------------------ the thread
 
     def run(self) -> None:
         """Serve until drained."""
         while (job := self._next()) is not None:
+            self._job = job
             try:
                 self._serve(job)
             except Exception as error:  # whatever it was, the next job is served
                 logger.exception("after request %s", job.id, exc_info=error)
+            self._job = None
 
     def _next(self) -> Job | None:
         with self._changed:

@@ -71,8 +71,9 @@ def _objects(tools: Sequence[Tool]) -> Scanner:
     return CallScanner()
 
 
-OPENERS = ("```json", "```tool_call", "```<tool_call>", "```", "<tool_call>")
-CLOSERS = ("</tool_call>", "```")
+OPENERS = ("```json", "```tool_call", "```<tool_call>", "```", "<tool_call>", "{", "[")
+CLOSERS = ("</tool_call>", "```", "}", "]", ",")
+"""With the braces of models that write `{{"name": ..}}`, as Qwen2.5-Coder's template shows it, and of lists."""
 
 register_format(CallFormat("json", "one JSON object, bare or fenced", (), _objects, default_styles, OPENERS, CLOSERS))
 register_format(
@@ -109,8 +110,8 @@ register_format(
         _objects,
         lambda prompt: [object_style("[TOOL_CALLS] [", "]", ", ", "arguments"),
                         object_style("[TOOL_CALLS][", "]", ", ", "arguments")],
-        ("[TOOL_CALLS]", "[", *OPENERS),
-        ("]", ",", *CLOSERS),
+        ("[TOOL_CALLS]", *OPENERS),
+        CLOSERS,
     )
 )  # fmt: skip
 register_format(
@@ -121,8 +122,8 @@ register_format(
         _objects,
         lambda prompt: [object_style("<|tool_call|>[", "]", ", ", "arguments"),
                         object_style("<tool_call>[", "]", ", ", "arguments")],
-        ("<|tool_call|>", "[", *OPENERS),
-        ("]", ",", *CLOSERS),
+        ("<|tool_call|>", *OPENERS),
+        CLOSERS,
     )
 )  # fmt: skip
 register_format(
@@ -133,8 +134,8 @@ register_format(
         _objects,
         lambda prompt: [object_style("<|tool_call|>[", "]<|/tool_call|>", ", ", "arguments"),
                         object_style("functools[", "]", ", ", "arguments")],
-        ("<|tool_call|>", "functools", "[", *OPENERS),
-        ("<|/tool_call|>", "]", ",", *CLOSERS),
+        ("<|tool_call|>", "functools", *OPENERS),
+        ("<|/tool_call|>", *CLOSERS),
     )
 )  # fmt: skip
 
