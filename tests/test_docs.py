@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from typer.testing import CliRunner
 
 from conftest import WEATHER
 from ooospec import methods
+from ooospec.chat.schema import read_tools
 from ooospec.cli import app
+from ooospec.core import FunctionHint, Hint, SlotHint
+from scripted import write
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -60,3 +64,18 @@ def test_benchmark_of_a_plugin(registry, folder_of_tiny, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, report.split()[1:])
     assert result.exit_code == 0, result.output
     assert "Last Follower" in Path("results/report.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("hint", ["right", "wrong"])
+def test_methods_with_one_part_taken_away_write_the_same(registry, codec, hint):
+    before = set(methods.METHODS)
+    runpy.run_path(str(DOCS.parent / "benchmarks" / "ablations.py"))
+    value = {"right": "Oslo", "wrong": "Bergen"}[hint]
+    known = Hint(FunctionHint(("get_weather",), (0.9,)), {
+        ("get_weather", "city"): SlotHint("get_weather", "city", value, True, 0.9)}, complete=True)  # fmt: skip
+    text = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+    rounds = {
+        name: len(write(codec, text, read_tools([WEATHER]), name, known)[1])
+        for name in ["ooo", *sorted(set(methods.METHODS) - before)]
+    }
+    assert len(rounds) == 7 and rounds["dropped"] >= rounds["ooo"]
