@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 
 import pytest
@@ -152,3 +153,46 @@ def client(scripted_decoder):
 
     with TestClient(create_app(scripted_decoder, ServerSettings(("tiny", "alias")))) as made:
         yield made
+
+
+ALPACA = {
+    "Name": "Weather API",
+    "Function_Description": {
+        "get_weather": 'Weather of a place.\nParameters: {"city": "Required. string. The city.", "unit": "string. '
+        'One of: [celsius, fahrenheit]. Unit.", "days": "integer. How many. Really.", "tags": "Array[string].", '
+        '"more": "Object{a: string, b: integer}. Extra."}\nOutput: ok.',
+        "components": "",
+    },
+    "Instructions": ["Weather in Oslo?", "And then?"],
+    "Golden_Answers": [
+        [{"Action": "get_weather", "Action_Input": '{"city": "Oslo", "unit": ""}'}],
+        [{"Action": "[Optional]get_weather", "Action_Input": '{"city": ${name from search}}'}],
+    ],
+}
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Six BFCL requests, two of ToolAlpaca, three of API-Bank in the files' own forms."""
+    bfcl = tmp_path / "bfcl"
+    (bfcl / "possible_answer").mkdir(parents=True)
+    tools = [{**WEATHER["function"], "parameters": {**WEATHER["function"]["parameters"], "type": "dict"}}]
+    rows = [
+        {"id": f"simple_python_{i}", "question": [[{"role": "user", "content": f"Weather {i}?"}]], "function": tools}
+        for i in range(4)
+    ]
+    (bfcl / "BFCL_v4_simple_python.json").write_text("\n".join(map(json.dumps, rows)))
+    gold = [{"id": r["id"], "ground_truth": [{"get_weather": {"city": ["Oslo", "oslo"]}}]} for r in rows]
+    (bfcl / "possible_answer" / "BFCL_v4_simple_python.json").write_text("\n".join(map(json.dumps, gold)))
+    odd = [{**row, "id": f"irrelevance_{i}"} for i, row in enumerate(rows[:2])]
+    (bfcl / "BFCL_v4_irrelevance.json").write_text("\n".join(map(json.dumps, odd)))
+    alpaca = tmp_path / "toolalpaca"
+    alpaca.mkdir()
+    (alpaca / "eval_simulated.json").write_text(json.dumps([ALPACA]))
+    bank = tmp_path / "api_bank"
+    bank.mkdir()
+    answer = {"name": "get_weather", "parameters": {"city": "Oslo"}}
+    for level, given in ((1, [answer]), (2, answer), (3, [answer])):
+        row = {"system": "You may use tools.", "user": "Weather?", "answer": given}
+        (bank / f"level-{level}-api_processed.json").write_text(json.dumps([row]))
+    return tmp_path
