@@ -18,6 +18,8 @@ CALL = '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}'
 SCRIPTS = {
     "weather": CALL,
     "two": f"{CALL}\n" + CALL.replace("Oslo", "São José 😀"),
+    "unclosed": CALL[:-1],
+    "nan": '{"name": "get_weather", "arguments": {"city": "Oslo", "days": NaN}}',
     "hello": "Hello there, how are you?",
     "words": f"Let me look.\n{CALL}",
     "long": "word " * 400,

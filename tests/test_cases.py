@@ -239,12 +239,19 @@ def test_harmony_channels():
         ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', [], '{"a": 1}'),
         ('<|channel|>commentary to=functions.absent <|constrain|>json<|message|>{"a": 1}<|call|>', [], '{"a": 1}'),
         ("<|start|>assistant<|channel|>final<|message|>Done.<|return|>", [], "Done."),
-        ("a <|channel|>final", [], "a"),
+        ("<|channel|>final<|message|>Use <|start|> first.<|return|>", [], "Use <|start|> first."),
+        (f"{'<|start|>assistant<|channel|>final<|message|>a<|end|>' * 3}", [], "aaa"),
+        ("a <|channel|>final", [], "a final"),
         (f"<|channel|>{'long ' * 60}", [], ("long " * 60).strip()),
     ],
 )
 def test_no_header_of_harmony_is_content(text, calls, content):
     check("harmony", text, [(name, "{}") for name in calls], content)
+
+
+def test_marks_in_arguments_are_no_headers():
+    text = '<|channel|>commentary to=functions.note<|message|>{"text":"<|channel|> and <|message|>"}<|call|>'
+    check("harmony", text, [("note", '{"text":"<|channel|> and <|message|>"}')])
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "mistral_named"])
@@ -418,3 +425,7 @@ def test_null_is_drafted_first_where_a_slot_may_hold_it(codec, name, types):
     text = written_in(FORMATS[name], FORMATS[name].styles("")[0], tools, "find", {"q": "cats", "limit": None})
     _, commits = write(codec, text, tools, form=name)
     assert len(commits) <= len(codec.encode("cats")) + 3  # all but the words of q
+    slots = {("find", "q"): SlotHint("find", "q", "cats", True, 0.9)}
+    slots["find", "limit"] = SlotHint("find", "limit", None, False, 0.9)
+    hint = Hint(FunctionHint(("find",), (0.9,)), slots, complete=True)
+    assert len(write(codec, text, tools, form=name, hint=hint)[1]) <= 2

@@ -9,7 +9,6 @@ from conftest import load_tiny
 from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.choice import FirstCall, read_response_format, read_tool_choice
 from ooospec.chat.formats.registry import FORMATS
-from ooospec.chat.scanner import CallScanner
 from ooospec.chat.schema import read_tools
 from ooospec.constraint import AfterThinking, Grammars, call_grammar
 from ooospec.errors import UsageError
@@ -190,7 +189,7 @@ def test_the_constraint_begins_after_the_reasoning(grammars):
 def test_a_single_call_ends_after_the_reasoning_only(grammars):
     codec, tools = grammars._loaded.codec, read_tools([PING])
     call = '{"name": "ping", "arguments": {}}'
-    watch = FirstCall(codec, CallScanner(), tools, ThinkSplitter(True, False))
+    watch = FirstCall(codec, FORMATS["json"], tools, ThinkSplitter(True, False))
     assert not any(watch.ends(token) for token in codec.encode(f"{call}</think>"))
     ends = [watch.ends(token) for token in codec.encode(call)]
     assert ends[-1] and not any(ends[:-1])

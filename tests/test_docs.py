@@ -66,16 +66,34 @@ def test_benchmark_of_a_plugin(registry, folder_of_tiny, tmp_path, monkeypatch):
     assert "Last Follower" in Path("results/report.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("hint", ["right", "wrong"])
-def test_methods_with_one_part_taken_away_write_the_same(registry, codec, hint):
+def test_methods_with_one_part_taken_away_write_the_same_in_more_rounds(registry, codec):
     before = set(methods.METHODS)
     runpy.run_path(str(DOCS.parent / "benchmarks" / "ablations.py"))
-    value = {"right": "Oslo", "wrong": "Bergen"}[hint]
-    known = Hint(FunctionHint(("get_weather",), (0.9,)), {
-        ("get_weather", "city"): SlotHint("get_weather", "city", value, True, 0.9)}, complete=True)  # fmt: skip
-    text = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
-    rounds = {
-        name: len(write(codec, text, read_tools([WEATHER]), name, known)[1])
-        for name in ["ooo", *sorted(set(methods.METHODS) - before)]
-    }
-    assert len(rounds) == 7 and rounds["dropped"] >= rounds["ooo"]
+    slots = {"type": "object", "properties": {"city": {"type": "string"}, "street": {"type": "string"}}}
+    tools = read_tools([{"name": "find", "parameters": {**slots, "required": ["city", "street"]}}])
+    text = '{"name": "find", "arguments": {"city": "Oslo", "street": "Storgata 12"}}'
+
+    def rounds(city, complete=True, late=0, text=text):
+        """Rounds of every method, with a hint that is right but for the city, whole from round `late` on."""
+        counts = {}
+        for name in ["ooo", *sorted(set(methods.METHODS) - before)]:
+            values = {"city": city, "street": "Storgata 12"}
+            known = {("find", slot): SlotHint("find", slot, value, True, 0.9) for slot, value in values.items()}
+            hint = Hint(FunctionHint(("find",), (0.9,)), known)
+            polls = []
+
+            def poll(hint=hint, polls=polls):
+                polls.append(None)
+                hint.complete = complete and len(polls) > late
+                return hint
+
+            counts[name] = len(write(codec, text, tools, name, poll)[1])
+        return counts
+
+    wrong = rounds("Bergen")
+    assert wrong["dropped"] > wrong["ooo"]
+    early = rounds("Oslo", late=6)
+    assert early["joined"] > early["ooo"] and early["serial"] > early["ooo"]
+    fenced = rounds("Oslo", text=f"```json\n{text}\n```")
+    assert fenced["one-view"] > fenced["ooo"]
+    assert len(wrong) == 7

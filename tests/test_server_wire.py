@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -87,6 +88,8 @@ def test_the_first_signal_finishes_what_runs_and_the_second_drops_it(scripted_de
             next(lines)
             for _ in range(signals):
                 served.server.handle_exit(signal.SIGINT, None)
+                served.server.handle_exit(signal.SIGINT, None)  # at once: the same one, passed on
+                time.sleep(0.6)
             shown = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
             served.thread.join(20)
             assert not served.thread.is_alive()
@@ -95,6 +98,19 @@ def test_the_first_signal_finishes_what_runs_and_the_second_drops_it(scripted_de
             assert len(shown) > 300 and "error" not in shown[-2]
         else:
             assert json.loads(shown[-2])["error"]["message"].startswith("The server was stopped")
+
+
+def test_a_second_signal_ends_a_server_that_waits_for_half_a_request(scripted_decoder):
+    with Served(scripted_decoder) as served:
+        host, port = served.url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+            time.sleep(0.2)
+            for _ in range(2):
+                served.server.handle_exit(signal.SIGTERM, None)
+                time.sleep(0.6)
+            served.thread.join(10)
+            assert not served.thread.is_alive()
 
 
 def test_the_time_limit_counts_the_queue(scripted_decoder):

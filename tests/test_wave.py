@@ -275,6 +275,9 @@ def test_a_choice_is_scored_though_its_last_quote_is_a_part_of_a_longer_token(ti
     [
         ('["a", "b', ["a"]),
         ('["Jane D', ["Jane D"]),
+        ('["Jane Doe"', ["Jane Doe"]),
+        ('["a", "b"', ["a", "b"]),
+        ('["', None),
         ("[1, 2", [1]),
         ("[1", None),
         ('{"a": "b', None),
@@ -305,3 +308,22 @@ def test_of_a_dialogue_that_is_too_long_the_newest_turns_are_read(tiny_llama, mo
     assert [m for m in predictor.wave(long) if m is not None] == [m for m in predictor.wave(REQUEST) if m is not None]
     with pytest.raises(ContextLengthError, match="more than the sidecar reads"):
         list(predictor.wave(msgspec.structs.replace(REQUEST, dialogue=(Turn("user", "word " * 900),))))
+
+
+def test_a_choice_that_begins_another_one_is_no_better_for_being_shorter(tiny_llama):
+    """1 of 1 and 10: what follows the 1 decides."""
+    predictor = WavePredictor(tiny_llama)
+    texts = predictor._texts
+    one, zero, brace = (tiny_llama.codec.encode(text)[-1] for text in ("1", "0", "}"))
+    trie = Trie([0])
+    short, long = trie.add([one]), trie.add([one, zero])
+
+    def row(likely):
+        logits = torch.full((len(texts),), -30.0)
+        logits[likely] = 0.0
+        return logits.log_softmax(-1)
+
+    for following, best in ((zero, long), (brace, short)):
+        first = _Pass(trie, 0, {0: row(one), short[-1]: row(following), long[-1]: row(brace)})
+        scores = [predictor._log_chance_of_choice(first, nodes) for nodes in (short, long)]
+        assert scores.index(max(scores)) == [short, long].index(best)

@@ -11,6 +11,7 @@ from ooospec.errors import CacheError
 
 DEFAULT_TARGET = "qwen2.5-coder-1.5b-instruct"
 DEFAULT_SIDECAR = "qwen2.5-coder-0.5b-instruct"
+DEFAULT_SIDECAR_WEIGHTS = 494_032_768
 AUTO = "auto"
 """As the name of a sidecar: the default one, where it pays; as that of an adapter: the one that ships."""
 DEFAULT_MAX_NEW_TOKENS = 256

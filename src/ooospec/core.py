@@ -80,6 +80,10 @@ class Draft:
     kinds: tuple[str, ...] = ()
     """For each token: what kind of guess it is, for calibration; () = told by source and chance."""
 
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.probabilities) == (len(self.kinds) or len(self.tokens)):
+            raise ValueError(f"A draft of {len(self.tokens)} tokens needs as many probabilities, and kinds or none.")
+
     @classmethod
     def uniform(cls, tokens: Sequence[int], source: str, first: float, following: float) -> Draft:
         """Build a draft whose first token has chance `first` and every later one `following`."""

@@ -75,9 +75,7 @@ class Request:
         self.constraint = self._constraint(tools, read_response_format(response_format))
         codec = decoder.loaded.codec
         watched = self.tools and not parallel_tool_calls
-        single = (
-            FirstCall(codec, self.call_format.scanner(self.tools), self.tools, self._splitter()) if watched else None
-        )
+        single = FirstCall(codec, self.call_format, self.tools, self._splitter()) if watched else None
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()), single)
         self.sampling = Sampling.of(sampling)
         policy = check_policy(budget) if budget is not None else decoder.budget

@@ -12,7 +12,7 @@ import torch
 
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.template import check_messages, render
-from ooospec.config import AUTO, DEFAULT_SIDECAR, DEFAULT_TARGET, cache_dir
+from ooospec.config import AUTO, DEFAULT_SIDECAR, DEFAULT_SIDECAR_WEIGHTS, DEFAULT_TARGET, cache_dir
 from ooospec.constraint import Grammars
 from ooospec.core import Commit
 from ooospec.errors import UsageError
@@ -130,14 +130,15 @@ class Decoder:
 
     def _default_sidecar(self, target: str | LoadedModel, device: str, progress: Progress) -> str | None:
         """Name the default sidecar; None where its waves would cost more than they save."""
+        if isinstance(target, LoadedModel):
+            device = target.device
         if device != "cpu" or self.placement.target_busy:
             return DEFAULT_SIDECAR
         if isinstance(target, LoadedModel):
             size = target.model.num_parameters()
         else:
             size = stored_weights(resolve_model(target, progress))
-        least = SMALLER * stored_weights(resolve_model(DEFAULT_SIDECAR, progress))
-        if not size or size >= least:
+        if not size or size >= SMALLER * DEFAULT_SIDECAR_WEIGHTS:
             return DEFAULT_SIDECAR
         self.left_out = (
             f"No sidecar: {DEFAULT_SIDECAR} has more than 1/{SMALLER} of the target's weights, and on cores that both "

@@ -191,6 +191,8 @@ class AnswerStream:
         text = self._scanner.text[self._shown : stop]
         rest = self._without_beginning(text, final)
         if self._after_call and not final and self._may_be_marker(rest):
+            self._leave_fence(text, rest)
+            self._shown += len(text) - len(rest)
             return
         self._leave_fence(text, rest)
         if final:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec
-from ooospec.chat.scanner import Scanner
+from ooospec.chat.formats.registry import CallFormat
 from ooospec.core import Tool
 from ooospec.errors import UsageError
 
@@ -78,11 +78,15 @@ def read_response_format(value: Any) -> Mapping[str, Any] | None:
 class FirstCall:
     """Ends an output with the token that completes its first call of an offered function."""
 
-    def __init__(self, codec: TextCodec, scanner: Scanner, tools: Sequence[Tool], splitter: ThinkSplitter) -> None:
+    def __init__(
+        self, codec: TextCodec, call_format: CallFormat, tools: Sequence[Tool], splitter: ThinkSplitter
+    ) -> None:
         self._stream, self._splitter = codec.stream(), splitter
-        self._scanner, self._names = scanner, {tool.name for tool in tools}
+        self._headers = call_format.headers(tools) if call_format.headers is not None else None
+        self._scanner, self._names = call_format.scanner(tools), {tool.name for tool in tools}
 
     def ends(self, token: int) -> bool:
         """Take the next token of the output."""
-        self._scanner.feed(self._splitter.push(self._stream.push([token]))[1])
+        text = self._splitter.push(self._stream.push([token]))[1]
+        self._scanner.feed(self._headers.push(text) if self._headers is not None else text)
         return any(self._scanner.name_of(call) in self._names for call in self._scanner.calls)

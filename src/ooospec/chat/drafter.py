@@ -185,7 +185,7 @@ def _items(style: CallStyle, guess: Guess, tool: Tool, slots: Sequence[Slot]) ->
     pieces: list[Piece] = []
     for slot in slots:
         hint = guess.values(tool.name, slot.name)
-        if hint is not None and not hint.present:
+        if hint is not None and not hint.present and not _must_be_null(slot):
             continue
         if pieces:
             pieces.append(Piece(style.comma, NEXT_KEY, "next key"))
@@ -200,6 +200,11 @@ def _items(style: CallStyle, guess: Guess, tool: Tool, slots: Sequence[Slot]) ->
     if not pieces:
         return None
     return [*pieces, Piece(style.tail, CLOSE, "tail"), *_closing(style)]
+
+
+def _must_be_null(slot: Slot) -> bool:
+    """Tell whether a slot that gets no value has to be written all the same, as null (strict schemas)."""
+    return slot.required and "null" in slot.types
 
 
 def _value(style: CallStyle, hint: SlotHint) -> Piece:
@@ -262,7 +267,7 @@ def _from_slot(style: CallStyle, guess: Guess, tool: Tool, slot: Slot) -> list[P
     """Write from the colon after a key the target has chosen, whatever was predicted about leaving it out."""
     hint = guess.values(tool.name, slot.name)
     colon, rest = Piece(style.colon), _rest(style, guess, tool, slot.name)
-    if hint is not None and hint.present:
+    if hint is not None and (hint.present or _must_be_null(slot)):
         return [colon, _value(style, hint), *rest]
     recalled = guess.recall(tool.name, slot.name)
     if recalled:

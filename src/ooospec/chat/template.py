@@ -116,7 +116,7 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     try:
         prompt = tokenizer.apply_chat_template(rendered, tools=listed, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(_refusal(checked, rendered, error)) from error
+        raise UsageError(_refusal(checked, error)) from error
     # only those who write the prompt's instructions choose the format, never the words of a dialogue
     if call_format is None:
         asked = {"prose": str(checked[0].get("content") or "")}.get(kind, "")
@@ -126,15 +126,15 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     return Conversation(str(prompt), known, said, kind, call_format, thinking, reasons)
 
 
-def _refusal(checked: Sequence[Message], rendered: Sequence[Message], error: Exception) -> str:
+def _refusal(checked: Sequence[Message], error: Exception) -> str:
     """Say why a template failed: at calls whose arguments are no object, if there are any."""
     for index, message in enumerate(checked):
         for call in message.get("tool_calls") or ():
-            given = call.get("function", {}).get("arguments") if isinstance(call, Mapping) else None
+            given = call["function"].get("arguments")
             if not isinstance(_plain_call(call)["function"].get("arguments"), Mapping):
                 return (
                     f"Message {index}: the target's chat template needs arguments of a call that are a JSON object; "
-                    f"got {str(given)[:50]!r}."
+                    f"got {str(given)[:50]!r} ({error})."
                 )
     return f"The target's chat template does not take these messages: {error}"
 

@@ -160,7 +160,7 @@ def round_of(codec: TextCodec, step: Step) -> dict[str, Any]:
 
 
 def finish(done: ChoiceDone) -> dict[str, Any]:
-    """Give the hint's fate as the inspector draws it."""
+    """Give what the inspector shows of a finished answer: times, the hint's fate, calls and content."""
     hint = done.result.hint
     return {
         "total_ms": round(done.result.total_ms, 1),

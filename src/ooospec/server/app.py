@@ -182,7 +182,6 @@ def _add_routes(app: FastAPI, state: _State) -> None:
         options = body.options()
         unused = state.settings.exclude_unused_tools and body.tool_choice == "none"
         tools = None if unused else body.tools
-        options |= {"tool_choice": None} if unused else {}
         job = _job(state, request, body, body.messages, tools, options, body.n)
         state.worker.submit(job)
         inspect = INSPECT_HEADER in request.headers

@@ -36,6 +36,8 @@ Number = Annotated[float, Strict()]
 
 
 def _listed(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be text or a list of texts")
     return [value] if isinstance(value, str) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -71,15 +72,17 @@ def validation_error(problems: Sequence[dict[str, Any]], body: Any) -> ApiError:
     places: dict[str, list[dict[str, Any]]] = {}
     for problem in problems:
         places.setdefault(_place(problem, body), []).append(problem)
-    place, here = next(iter(places.items()))
+    first = next(iter(places))
+    place = max((each for each in places if each.startswith(first)), key=len)  # of a union's branches the closest
+    here = places[place]
     wanted = list(dict.fromkeys(_WANTED.get(problem["type"], "") for problem in here))
     if all(wanted):
         text = f"must be {' or '.join(wanted)}"
     else:
-        first = next(problem for problem in here if problem["type"] not in _WANTED)
-        text = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "should").rstrip(".")
+        other = next(problem for problem in here if problem["type"] not in _WANTED)
+        text = str(other["msg"]).removeprefix("Value error, ").replace("Input should", "should").rstrip(".")
     came = here[0]["input"]
-    shown = "" if here[0]["type"] == "missing" or isinstance(came, dict | list) else f"; got {_shown(came)}"
+    shown = "" if here[0]["type"] == "missing" or isinstance(came, dict | list | bytes) else f"; got {_shown(came)}"
     kind = (
         f"; got {'an object' if isinstance(came, dict) else 'a list'}"
         if isinstance(came, dict | list) and all(wanted)
@@ -90,9 +93,8 @@ def validation_error(problems: Sequence[dict[str, Any]], body: Any) -> ApiError:
 
 
 def _shown(value: Any) -> str:
-    return (
-        repr(value if len(str(value)) <= 50 else f"{str(value)[:50]}…") if isinstance(value, str) else str(value)[:50]
-    )
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _place(problem: dict[str, Any], body: Any) -> str:

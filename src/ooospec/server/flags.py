@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from ooospec.server.tracing import check_endpoint
 from ooospec.server.worker import Worker
 
 logger = logging.getLogger("ooospec.server")
+REPEATED_S = 0.5
+"""A signal so soon after another is the same one."""
 KEY_VARIABLE = "OOOSPEC_API_KEY"
 PARSERS = {
     "qwen3_xml": "qwen3_coder", "phi4_mini_json": "phi", "openai": "harmony", "glm45": "glm",
@@ -129,7 +132,7 @@ def parser_format(name: str | None) -> str | None:
 def warn_of_other_format(chosen: str | None, tokenizer: Any) -> None:
     """Say so if a call format was chosen that is not the one the model's template asks for."""
     found, why = template_format(tokenizer)
-    if chosen not in (None, found.name) and NO_SIGN not in why:
+    if chosen is not None and NO_SIGN not in why and format_named(chosen).scanner is not found.scanner:
         sys.stderr.write(
             f"--tool-call-parser: {chosen} was chosen, but the model seems to write {found.name}, because {why}; "
             "calls in another format stay in the content.\n"
@@ -205,18 +208,25 @@ def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.sock
 
 
 def make_server(config: Any, worker: Worker) -> Any:
-    """Make uvicorn's server, which the first signal asks to finish what runs, and the second to drop it."""
+    """Make uvicorn's server: the first signal asks it to finish what runs, the second to drop it."""
     import uvicorn
 
     class Server(uvicorn.Server):
+        last_signal = -REPEATED_S
+
         def handle_exit(self, sig: int, frame: Any) -> None:
-            self._captured_signals.append(sig)
-            if self.should_exit:
-                worker.drop()
+            now, left = time.monotonic(), worker.unfinished()
+            if now - self.last_signal < REPEATED_S:  # the same one, sent to the group and passed on by a parent
                 return
-            self.should_exit = True
-            if left := worker.unfinished():
-                logger.info("finishing %d requests; once more (Ctrl-C) drops them", left)
+            self.last_signal = now
+            self._captured_signals.append(sig)
+            if not self.should_exit:
+                self.should_exit = True
+                logger.info("ending: %d requests are finished first; a second Ctrl-C drops them", left)
+            elif left:
+                worker.drop()
+            else:  # connections that no request came from
+                self.force_exit = True
 
     return Server(config)
 

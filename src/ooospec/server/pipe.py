@@ -52,5 +52,5 @@ class TextPipe:
         """Return OpenAI's word for how the choice ended."""
         if result.finish_reason == "length":
             return "length"
-        whole = 0 < self._calls <= len(self._answer.calls)  # a call that a stop string cut short is none
-        return "tool_calls" if whole else "stop"
+        cut = self._stopped and self._calls > len(self._answer.calls)  # by a stop string, inside a call
+        return "tool_calls" if self._calls and not cut else "stop"

@@ -170,6 +170,7 @@ class Worker(threading.Thread):
     def drop(self) -> None:
         """End all requests at once; their clients are told."""
         with self._changed:
+            self._ending = True
             jobs = [job for queue in self._queues.values() for job in queue]
             jobs += [self._job] if self._job is not None else []
         for job in jobs:
@@ -181,12 +182,12 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Serve until drained."""
         while (job := self._next()) is not None:
-            self._job = job
             try:
                 self._serve(job)
             except Exception as error:  # whatever it was, the next job is served
                 logger.exception("after request %s", job.id, exc_info=error)
-            self._job = None
+            with self._changed:
+                self._job = None
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -195,7 +196,7 @@ class Worker(threading.Thread):
                     return None
                 self._changed.wait()
             key, queue = next(iter(self._queues.items()))
-            job = queue.popleft()
+            job = self._job = queue.popleft()
             self._queues.move_to_end(key)  # the others first, next time
             if not queue:
                 del self._queues[key]

@@ -157,13 +157,10 @@ def _finished_part(text: str) -> Any:
     text = text.strip()
     if not text.startswith("["):
         return None
-    whole = text
-    while "," in text:
-        text = text[: text.rindex(",")]
-        value = _loads(text + "]")
-        if value is not None:
-            return value
-    return _loads(whole + '"]')
+    cuts = [at for at, char in enumerate(text) if char == ","]
+    tries = [f"{text}]"] if text[-1] in '"]}' else []
+    tries += [f"{text[:at]}]" for at in reversed(cuts)] + [f'{text}"]']
+    return next((value for each in tries if (value := _loads(each)) not in (None, [""])), None)
 
 
 def _loads(text: str) -> Any:

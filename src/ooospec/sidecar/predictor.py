@@ -37,8 +37,8 @@ TOP_FUNCTIONS = 3
 STEP_ROWS = 8
 """Rows of a step that copied drafts may fill: up to here a row costs next to nothing on a CPU."""
 PRIORS_KEPT = 256
-ROOM = 512
-"""Tokens left for questions and answers behind a prefix."""
+ROOM = 128
+"""Positions left for a question and its answer behind a prefix."""
 _PIECE = re.compile(r'[^"\[\]{},:\s][^"\[\]{},]{2,}')
 """Runs of three or more characters between the punctuation of JSON."""
 _NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
@@ -83,6 +83,7 @@ class WavePredictor:
         self.stats = WaveStats()
         self._texts = self.codec.token_texts()
         self._numeric = _numeric_tokens(self._texts).to(loaded.model.device)
+        self._numeric_ids = self._numeric.nonzero()[:, 0]
         self._beginning: dict[str, Tensor] = {}
         """Ids of the tokens whose text begins with a text."""
         self._copies = CopyIndex([], self._texts)
@@ -94,9 +95,9 @@ class WavePredictor:
         stats = self.stats = WaveStats()
         if request.fresh and self.model.prefix_cache is not None:
             self.model.prefix_cache.clear()
+        prefix = self._prefix(request)
         prior = self._prior(request) if request.only < 0 else []
         yield None
-        prefix = self._prefix(request)
         self._copies = CopyIndex(prefix, self._texts)
         stats.cached_tokens = self.model.begin(prefix)
         try:
@@ -214,6 +215,7 @@ class WavePredictor:
         scored += [node for branch in branches for nodes in branch.options for node in nodes]
         wanted = {trie.parents[node] for node in scored}
         wanted |= {node for branch in branches for node in (branch.colon, branch.end)}
+        wanted |= {nodes[-1] for branch in branches for nodes in branch.options if nodes and self._is_open(trie, nodes)}
         rows = sorted(wanted)
         base, size = self.model.cache.length, len(trie.tokens)
         visible = np.ones((size, base + size), dtype=np.bool_)
@@ -274,9 +276,16 @@ class WavePredictor:
         chance = self._honest(_softmax(scores)[best])
         return self._slot_value(request, branch, branch.spec.choices[best], chance, dialogue)
 
+    def _is_open(self, trie: Trie, nodes: list[int]) -> bool:
+        """Tell whether a choice ends in a digit, which others may follow."""
+        return self._texts[trie.tokens[nodes[-1]]][-1:].isdigit()
+
     def _log_chance_of_choice(self, first: _Pass, nodes: list[int]) -> float:
-        """Score a choice; its last quote may be a part of a longer token, such as `"}}`."""
+        """Score a choice; its last quote may be a part of a longer token, such as `"}}`, and no digit follows a 1."""
         last = self._texts[first.trie.tokens[nodes[-1]]]
+        if self._is_open(first.trie, nodes):
+            going_on = float(first.rows[nodes[-1]][self._numeric_ids].logsumexp(0))
+            return first.log_chance(nodes) + math.log(max(1e-9, 1 - math.exp(min(0.0, going_on))))
         if not last.endswith('"'):
             return first.log_chance(nodes)
         if last not in self._beginning:

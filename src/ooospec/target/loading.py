@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -92,11 +92,14 @@ def load_model(
 
 
 def stored_weights(path: Path) -> int:
-    """Count the weights in a model's folder without loading them; 0 where they are not safetensors."""
+    """Count the weights in a model's folder without loading them; 0 where they are not safetensors or damaged."""
     total = 0
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    try:
+        for file in path.glob("model*.safetensors"):
+            with safe_open(file, "pt") as tensors:
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return 0
     return total
 
 
