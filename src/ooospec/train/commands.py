@@ -1,4 +1,4 @@
-"""The commands that make a sidecar's adapter: collect, train, eval-sidecar."""
+"""The commands that make a sidecar's adapter: collect, train, average, eval-sidecar."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def add_train_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command("collect")(collect)
     app.command("train")(train)
+    app.command("average")(average)
     app.command("eval-sidecar")(eval_sidecar)
 
 
@@ -101,6 +102,27 @@ def train(
         path = resolve_model(base, progress)
         folder = run_training(path, base, data, out, settings, limit, dtype, device, progress)
     sys.stdout.write(f"{folder}\n{out / 'training.html'}\nNow: --adapter {folder}\n")
+
+
+@clean_errors
+def average(
+    adapters: Annotated[list[Path], typer.Argument(help="Adapters of one base, from several runs of train.")],
+    data: Annotated[list[Path], typer.Option(help="Traces, whose held-out part calibrates; may be given repeatedly.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new adapter.")],
+    base: Annotated[str, typer.Option(help="Their base, as for --sidecar.")] = DEFAULT_SIDECAR,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the new adapter.")] = 16,
+    device: Device = None,
+) -> None:
+    """Average adapters into one of the same size, which is often better than each, and calibrate its chances."""
+    from ooospec.models.resolver import resolve_model
+    from ooospec.train.average import average_adapters
+    from ooospec.train.run import calibrate, held_out_cases
+
+    cases = held_out_cases(data)
+    lost = average_adapters(adapters, out, rank)
+    with progress_bars() as progress:
+        calibrate(resolve_model(base, progress), base, out, cases, device, progress)
+    sys.stdout.write(f"{out}: {len(adapters)} adapters, {lost:.2%} of the updates' squared norm lost by the rank\n")
 
 
 @clean_errors

@@ -50,6 +50,11 @@ def load_traces(paths: Sequence[Path]) -> tuple[list[Example], list[Example]]:
     return [e for e in kept if not is_dev(e)], [e for e in kept if is_dev(e)]
 
 
+def held_out_cases(data: Sequence[Path]) -> list[Case]:
+    """Return what training looks at but does not learn from, as cases of an evaluation."""
+    return list(cases_of_examples(load_traces(data)[1][:DEV_REQUESTS]))
+
+
 def run_training(
     path: Path,
     base: str,

@@ -1,0 +1,63 @@
+"""Average adapters of several training runs: on new requests often better than the best of them (model soups, Wortsman
+et al., 2022). LoRA updates are averaged as matrices, and written again as one adapter of a lower rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ooospec.errors import UsageError
+from ooospec.sidecar.adapter import read_habits, write_habits
+from ooospec.target.loading import check_adapter
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
+    """Write the mean of the adapters to `out`; return the share of its squared norm that the rank leaves out.
+
+    Settings besides the weights are those of the last one. Raises UsageError for adapters that do not belong together.
+    """
+    for source in sources:
+        check_adapter(str(source))
+    configs = [json.loads((source / CONFIG).read_text("utf-8")) for source in sources]
+    states = [load_file(source / WEIGHTS) for source in sources]
+    bases = {config.get("base_model_name_or_path") for config in configs}
+    if len(bases) > 1 or any(state.keys() != states[0].keys() for state in states):
+        raise UsageError("These adapters do not belong together: they were trained on other bases or layers.")
+    if rank < 1:
+        raise UsageError(f"The rank must be at least 1; got {rank}.")
+    made, kept, whole = dict[str, Tensor](), 0.0, 0.0
+    for name in (name for name in states[0] if "lora_A" in name):
+        other = name.replace("lora_A", "lora_B")
+        downs = torch.cat([state[name].float() for state in states])
+        ups = [state[other].float() * _scale(config) for state, config in zip(states, configs, strict=True)]
+        made[name], made[other], sizes = _truncated(torch.cat(ups, 1) / len(states), downs, rank)
+        kept, whole = kept + float(sizes[:rank].square().sum()), whole + float(sizes.square().sum())
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(made, out / WEIGHTS, metadata={"format": "pt"})
+    last = {**configs[-1], "r": rank, "lora_alpha": rank}
+    (out / CONFIG).write_text(json.dumps(last, indent=2) + "\n", "utf-8")
+    write_habits(out, read_habits(str(sources[-1])))
+    return 1 - kept / whole if whole else 0.0
+
+
+def _scale(config: dict[str, Any]) -> float:
+    return float(config["lora_alpha"]) / float(config["r"])
+
+
+def _truncated(up: Tensor, down: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Write `up @ down` with a lower rank; return (down [rank, in], up [out, rank], all singular values)."""
+    left, left_rest = torch.linalg.qr(up)
+    right, right_rest = torch.linalg.qr(down.T)
+    u, sizes, v = torch.linalg.svd(left_rest @ right_rest.T)
+    root = sizes[:rank].sqrt()
+    new_up, new_down = (left @ u[:, :rank]) * root, (root[:, None] * v[:rank]) @ right.T
+    return new_down.bfloat16().contiguous(), new_up.bfloat16().contiguous(), sizes
