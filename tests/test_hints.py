@@ -6,12 +6,10 @@ import json
 
 import pytest
 
-from ooospec.chat.choice import calls_made
 from ooospec.chat.schema import read_tools
 from ooospec.core import FunctionHint, Hint, SlotHint
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
-from ooospec.proposers.calls import _hinted
 from scripted import write
 from test_exactness import PROMPT, run, stock
 
@@ -123,38 +121,3 @@ def test_every_hint_condition_leaves_model_outputs_alone(tiny, tools, condition)
     sources = method_named("ooo").build(Setup(Memory(), CONDITIONS[condition]))
     assert run(tiny, sources, limit=40)[0] == expected
     assert PROMPT
-
-
-MADE = [
-    {"role": "user", "content": "Weather in Oslo?"},
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}]},
-    {"role": "tool", "tool_call_id": "1", "content": "rain"},
-]  # fmt: skip
-SAID = [
-    {"role": "system", "content": 'Answer like {"name": "get_weather", "arguments": {"city": "Rome"}}'},
-    {"role": "user", "content": "So far:\n<tool_call>\n" + '{"name": "get_weather", "parameters": {"city": "Oslo"}}'},
-]  # fmt: skip
-
-
-def test_calls_that_a_dialogue_holds_are_found(tools):
-    known = read_tools(tools)
-    for messages in (MADE, SAID):
-        assert calls_made(messages, known) == [("get_weather", {"city": "Oslo"})]
-    odd = [{"role": "assistant", "tool_calls": [3, {"function": {"name": "get_weather", "arguments": "{"}}]}]
-    assert calls_made([*odd, {"role": "user", "content": None}], known) == []
-    assert calls_made(MADE, known[1:]) == []
-
-
-@pytest.mark.parametrize(
-    ("city", "complete", "first"),
-    [("Oslo", True, "web_search"), ("Bergen", True, "get_weather"), ("Oslo", False, "get_weather")],
-)
-def test_a_call_that_was_made_is_hardly_made_again(tools, city, complete, first):
-    known = read_tools(tools)
-    slots = {("get_weather", "city"): SlotHint("get_weather", "city", city, True, 0.9)}
-    hint = Hint(FunctionHint(("get_weather", "web_search"), (0.8, 0.2)), slots, complete=complete)
-    guess = _hinted(hint, known, calls_made(MADE, known))
-    assert guess.tools[0][0].name == first
-    assert sum(chance for _, chance in guess.tools) == pytest.approx(1.0, abs=0.05)
-    assert _hinted(hint, known).tools[0][0].name == "get_weather"

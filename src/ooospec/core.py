@@ -107,8 +107,6 @@ class DecodeContext:
     """The prompt ends inside a reasoning block; calls are drafted after its end."""
     reasons: bool = False
     """The answer may begin with a reasoning block."""
-    made: Sequence[tuple[str, Mapping[str, Any]]] = ()
-    """Calls that the dialogue holds already: (name, arguments)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ooospec.calibration import Calibrator
 from ooospec.chat.answer import AnswerStream, Content, Reasoning, ThinkSplitter
-from ooospec.chat.choice import FirstCall, calls_made, read_response_format, read_tool_choice
+from ooospec.chat.choice import FirstCall, read_response_format, read_tool_choice
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.schema import openai_tools
 from ooospec.chat.template import Conversation, RawPrompt, plain_text, render
@@ -162,10 +162,9 @@ class Request:
             raw = conversation.style_key == "raw"
             self.prompt_ids = decoder.loaded.codec.encode(conversation.prompt, special=raw)
         key = f"{decoder.loaded.name}/{conversation.style_key}"
-        made = calls_made(conversation.messages, self.tools) if self.method.hints else []
         context = DecodeContext(
             decoder.loaded.codec, self.prompt_ids, self.output, self.tools, key, conversation.call_format,
-            conversation.thinking, conversation.reasons, made,
+            conversation.thinking, conversation.reasons,
         )  # fmt: skip
         decoder._mailbox = self.mailbox
         decoder._take_turns(self.mailbox)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +9,6 @@ from typing import Any
 from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec
 from ooospec.chat.formats.registry import CallFormat
-from ooospec.chat.scanner import CallScanner
-from ooospec.chat.template import plain_text
 from ooospec.core import Tool
 from ooospec.errors import UsageError
 
@@ -77,25 +73,6 @@ def read_response_format(value: Any) -> Mapping[str, Any] | None:
         'response_format must have type text, json_object, or json_schema with {"json_schema": {"schema": ..}}; '
         f"got {str(value)[:100]!r}."
     )
-
-
-def calls_made(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
-    """List the calls that a dialogue holds already, as fields or in its words: (name, arguments)."""
-    names, found = {tool.name for tool in tools}, list[tuple[str, Mapping[str, Any]]]()
-    for message in messages:
-        if message["role"] in ("system", "developer"):
-            continue
-        scanner = CallScanner()
-        scanner.feed(plain_text({**message, "tool_calls": None}))
-        found += [(name, arguments) for name, arguments, _ in scanner.finished()]
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") if isinstance(call, Mapping) else None
-            given = function.get("arguments") if isinstance(function, Mapping) else None
-            with contextlib.suppress(ValueError, RecursionError):
-                given = json.loads(given) if isinstance(given, str) else given
-            if isinstance(function, Mapping) and isinstance(given, Mapping):
-                found.append((str(function.get("name")), given))
-    return [(name, arguments) for name, arguments in found if name in names]
 
 
 class FirstCall:

@@ -7,9 +7,8 @@ the same drafter knows the values: the hint bank of OoO-Spec (one view per call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec, TextStream
@@ -22,8 +21,6 @@ from ooospec.core import Commit, DecodeContext, Draft, Hint, SlotHint, Tool
 MAX_DRAFTS = 16
 MAX_HINT_DRAFTS = 9
 MAX_DRAFT_TOKENS = 160
-AGAIN = 0.05
-"""Chance of a call that was made already, and factor of its function's."""
 INSIDE = 0.96
 """Chance that a piece goes on after its first token was right."""
 
@@ -67,8 +64,7 @@ class CallProposer:
         hint = self._hint()
         drafts: list[Draft] = []
         if hint is not None and (hint.function is not None or hint.slots):
-            guess = _hinted(hint, self._context.tools, self._context.made)
-            drafts += self._drafts("hint", self._eager(guess), MAX_HINT_DRAFTS)
+            drafts += self._drafts("hint", self._eager(_hinted(hint, self._context.tools)), MAX_HINT_DRAFTS)
         uninformed = self._eager(_uninformed(self._context.tools))
         return drafts + self._drafts("schema", uninformed, MAX_DRAFTS - len(drafts))
 
@@ -159,17 +155,6 @@ class CallProposer:
             self.values.learn(self._scanner)
 
 
-def _is_made(hint: Hint, tool: Tool, made: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
-    """Tell whether the hint says about a tool what was called already, to the last value."""
-    if not any(name == tool.name for name, _ in made):
-        return False
-    slots = [hint.slots.get((tool.name, slot.name)) for slot in tool.slots]
-    if not hint.complete and None in slots:
-        return False
-    said = {slot.slot: str(slot.value) for slot in slots if slot is not None and slot.present}
-    return any(name == tool.name and said == {k: str(v) for k, v in given.items()} for name, given in made)
-
-
 def _by_chance(scanner: Scanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess) -> Iterator[list[Piece]]:
     """Yield continuations over all styles, the opening's chance weighted by the style's."""
     for style, weight in styles:
@@ -186,21 +171,13 @@ def _uninformed(tools: Sequence[Tool]) -> Guess:
     return Guess([(tool, share) for tool in tools], lambda tool, slot: None)
 
 
-def _hinted(hint: Hint, tools: Sequence[Tool], made: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> Guess:
-    """Rank the tools as the hint does; tools it does not name keep a small chance, so that their slots can serve.
-
-    A call that was `made` already, with the same arguments, is hardly made again.
-    """
+def _hinted(hint: Hint, tools: Sequence[Tool]) -> Guess:
+    """Rank the tools as the hint does; tools it does not name keep a small chance, so that their slots can serve."""
     chances = {tool.name: 0.01 for tool in tools}
     if hint.function is not None:
         chances |= dict(zip(hint.function.names, hint.function.confidences, strict=False))
     elif len(tools) == 1:
         chances[tools[0].name] = 0.95
-    again = {tool.name for tool in tools if _is_made(hint, tool, made)}
-    if again:
-        rest = sum(chance for name, chance in chances.items() if name not in again)
-        share = (1 - AGAIN) / rest if rest else 1.0
-        chances = {name: chance * (AGAIN if name in again else share) for name, chance in chances.items()}
     ranked = sorted(tools, key=lambda tool: -chances[tool.name])
 
     def values(tool: str, slot: str) -> SlotHint | None:
