@@ -222,7 +222,8 @@ def make_server(config: Any, worker: Worker) -> Any:
             self._captured_signals.append(sig)
             if not self.should_exit:
                 self.should_exit = True
-                logger.info("ending: %d requests are finished first; a second Ctrl-C drops them", left)
+                if left:
+                    logger.info("ending: %d requests are finished first; a second Ctrl-C drops them", left)
             elif left:
                 worker.drop()
             else:  # connections that no request came from
