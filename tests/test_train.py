@@ -161,7 +161,7 @@ def test_the_published_recipe_is_the_default():
         read_recipe("smal")
 
 
-@pytest.mark.parametrize("text", ["rank = 'x'", "ranks = 4", "rank = ", "\x00"])
+@pytest.mark.parametrize("text", ["rank = 'x'", "ranks = 4", "rank = ", "cycles = 0", "\x00"])
 def test_a_wrong_recipe_is_refused_with_the_settings_there_are(tmp_path, text):
     path = tmp_path / "r.toml"
     path.write_text(text)

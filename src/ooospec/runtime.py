@@ -84,7 +84,7 @@ class Decoder:
     ) -> None:
         progress = progress or Silent()
         parse_dtype(dtype)
-        parse_device(device)
+        device = parse_device(device)
         check_policy(budget)
         self.call_format = format_named(call_format).name if call_format is not None else None
         self.placement = placement or Placement.shared()
@@ -92,7 +92,7 @@ class Decoder:
         """Why the default sidecar is not used; empty if it is, or if another was chosen."""
         if sidecar == AUTO:
             chosen = adapter not in (AUTO, NONE, None)  # who names an adapter wants its sidecar
-            sidecar = DEFAULT_SIDECAR if chosen else self._default_sidecar(target, parse_device(device), progress)
+            sidecar = DEFAULT_SIDECAR if chosen else self._default_sidecar(target, device, progress)
         adapter = find_adapter(adapter, sidecar or "")
         check_adapter(adapter)
         if adapter and (sidecar is None or "://" in sidecar):

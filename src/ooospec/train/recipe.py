@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -24,7 +25,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     epochs: int = 1
     batch: int = 8
     learning_rate: float = 1e-4
-    cycles: int = 1
+    cycles: Annotated[int, msgspec.Meta(ge=1)] = 1
     """How often the learning rate rises and falls."""
     warmup: float = 0.05
     weight_decay: float = 0.01
