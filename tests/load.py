@@ -150,6 +150,8 @@ def run_load(total: int, connections: int, kill_every: int, sidecar: Path) -> Re
 
 def main(total: int) -> None:
     """Run the whole test and print what was seen."""
+    if total < 100:
+        sys.exit(f"COUNT must be at least 100, since memory is compared with that after 100; got {total}.")
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_tiny("llama")
         loaded.model.save_pretrained(folder)

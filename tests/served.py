@@ -23,6 +23,7 @@ SCRIPTS = {
     "hello": "Hello there, how are you?",
     "words": f"Let me look.\n{CALL}",
     "long": "word " * 400,
+    "letters": CALL.replace("Oslo", "qwxzvkjyp"),
     "sunny": "It is fine in Oslo.",
 }
 

@@ -29,7 +29,7 @@ from ooospec.core import DecodeContext, FunctionHint, Hint, SlotHint
 from ooospec.engine import decode
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
-from ooospec.models.resolver import converted_folder
+from ooospec.models.resolver import resolve_model
 from ooospec.planner import Budget
 from ooospec.stopping import Limits
 from ooospec.verify import Greedy
@@ -116,7 +116,7 @@ def main(data: Path, files: list[Path]) -> None:
             if row.method != "ar":
                 continue
             if row.target not in readers:
-                tokenizer = AutoTokenizer.from_pretrained(converted_folder(row.target))
+                tokenizer = AutoTokenizer.from_pretrained(resolve_model(row.target))
                 readers[row.target] = tokenizer, TextCodec(tokenizer.backend_tokenizer, [tokenizer.eos_token_id])
             key = row.target, row.benchmark
             memory = memories.setdefault(key, Memory())

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from ooospec.bench.command import BenchSettings, run_bench
-from ooospec.bench.report import write_report
+from ooospec.bench.report import ceiling_text, write_report
 from ooospec.bench.rows import Results
 from ooospec.bench.runner import Job, plan_jobs, quality_faults, sole_user, whole_groups
 from ooospec.bench.summary import conditions, rows_of, summarize
@@ -243,6 +243,9 @@ def test_summary_on_known_rows(bench):
     assert sum(size * count for size, count in lookup.round_sizes.items()) == tokens
     assert sum(lookup.by_source.values()) == tokens
     assert summaries["ar"].tokens_per_round == 1.0
+    assert ceiling_text(summaries["ar"]) == (
+        "The prompt takes 5 % of plain decoding's time, so no drafting could make the total more than 20.0x as fast."
+    )
 
 
 def test_report_files(bench):
@@ -251,6 +254,7 @@ def test_report_files(bench):
     assert "| ToolSpec |" in markdown.replace("**", "")
     assert "Revision" in markdown
     assert "cold memory" in markdown
+    assert markdown.count("so no drafting could") == page.count("so no drafting could") > 0
     assert "A &lt;title&gt;" in page
     assert not re.search(r'(?:src|href)="http', page)  # self-contained
     embedded = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,18 +16,16 @@ from types import SimpleNamespace
 import pytest
 
 from ooospec.chat.schema import read_tools
-from ooospec.config import AUTO
 from ooospec.errors import SidecarError
 from ooospec.memory import Memory
 from ooospec.placement import Placement
+from ooospec.request import MAX_VAIN_QUESTIONS
 from ooospec.runtime import Decoder
 from ooospec.sidecar import protocol
-from ooospec.sidecar.client import SidecarClient, signature
+from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.mailbox import Mailbox, Turns
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
-from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, Turn, Welcome
-from ooospec.sidecar.server import SidecarServer, bind
-from ooospec.target.loading import stored_weights
+from ooospec.sidecar.protocol import Done, Function, Welcome
 from served import CALL, WEATHER, ByPrompt
 
 FAKE = Path(__file__).with_name("fake_sidecar.py")
@@ -208,6 +206,19 @@ def test_a_value_that_the_target_begins_otherwise_is_asked_for_again(decoder, pl
 
 
 @pytest.mark.parametrize("placement", [THREADS, Placement(0, 2, 1)], ids=["beside", "by turns"])
+def test_questions_that_do_not_pay_come_to_an_end_where_the_target_waits(decoder, tiny_llama, placement):
+    """The target writes letters that no answer foresees: each of them would be a reason to ask again."""
+    runner = decoder("good", placement)
+    runner.target = ByPrompt(runner.loaded.codec)
+    request = runner.request([{"role": "user", "content": "letters"}], [WEATHER], memory=Memory(), max_nodes=2)
+    for _ in request.run():
+        time.sleep(0.02)
+    assert json.loads(request.result().text)["arguments"]["city"] == "qwxzvkjyp"
+    questions = len(request.mailbox.numbers) - 1
+    assert (questions == MAX_VAIN_QUESTIONS) if placement.target_busy == 0 else (questions > MAX_VAIN_QUESTIONS)
+
+
+@pytest.mark.parametrize("placement", [THREADS, Placement(0, 2, 1)], ids=["beside", "by turns"])
 def test_a_sidecar_that_does_not_answer_again_is_asked_once(decoder, placement, monkeypatch):
     monkeypatch.setattr("ooospec.runtime.TURN_S", 0.3)
     runner = decoder("deaf", placement)
@@ -279,74 +290,6 @@ def _state(pid):
         return "zombie"
 
 
-# ---------------------------------------------------------------- server
-
-
-class ScriptedPredictor:
-    def __init__(self):
-        self.waves = []
-
-    def wave(self, request):
-        self.waves.append(request.request)
-        yield Function(request.request, (0,), (77,))
-        yield None
-        if request.dialogue and request.dialogue[0].text == "fail":
-            raise RuntimeError("broken")
-        yield SlotValue(request.request, 0, 0, 50, "v")
-        yield None
-
-    def timings(self):
-        return 1, 2, 3
-
-
-@pytest.fixture
-def served():
-    import zmq
-
-    socket, address = bind("tcp://127.0.0.1:*")
-    server = SidecarServer(ScriptedPredictor(), "scripted", socket)
-    client = zmq.Context.instance().socket(zmq.DEALER)
-    client.connect(address)
-
-    def exchange(*messages, turns=12):
-        for message in messages:
-            client.send(message if isinstance(message, bytes) else protocol.encoder.encode(message))
-        time.sleep(0.1)
-        got = []
-        for _ in range(turns):
-            if server._job or server._queue or socket.poll(0):
-                server.turn()
-            time.sleep(0.01)
-            while client.poll(0):
-                got.append(protocol.from_sidecar.decode(client.recv()))
-        return got
-
-    yield server, exchange
-    client.close(0)
-    socket.close(0)
-
-
-TOOL = (signature(read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}])[0]),)
-
-
-def test_server_answers_in_order_and_survives_faults(served):
-    server, exchange = served
-    good, bad = Submit(1, TOOL, (Turn("user", "x"),)), Submit(2, TOOL, (Turn("user", "fail"),))
-    got = exchange(Hello(), b"garbage", good, bad, Submit(3, TOOL, ()))
-    assert got[0] == Welcome("scripted")
-    assert [m.request for m in got if isinstance(m, Function)] == [1, 2, 3]
-    ends = {m.request: m.error for m in got if isinstance(m, Done)}
-    assert ends == {1: "", 2: "RuntimeError: broken", 3: ""}
-    assert server.bad_messages == 1
-
-
-def test_server_cancels_waiting_and_running_waves(served):
-    server, exchange = served
-    got = exchange(Submit(1, TOOL, ()), Submit(2, TOOL, ()), Cancel(2), Cancel(1))
-    assert server.predictor.waves in ([], [1])
-    assert all(not isinstance(m, SlotValue) for m in got)
-
-
 def test_another_protocol_version_is_counted(tools):
     process = fake("good")
     client = SidecarClient(address=process.address)
@@ -377,50 +320,3 @@ def test_a_faulty_sidecar_is_waited_for_once_at_most(decoder, tiny_llama, tools,
         times.append(time.perf_counter() - start)
     if kind in ("hang", "stranger", "garbage"):
         assert times[0] > 0.4 > max(times[1:])
-
-
-# ---------------------------------------------------------------- the default sidecar
-
-
-def reached(self, sidecar, *rest):
-    raise InterruptedError(sidecar)
-
-
-TURNS = Placement(0, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("placement", "smaller", "named", "used"),
-    [
-        (TURNS, 2, (), False),
-        (TURNS, 1, (), True),
-        (THREADS, 2, (), True),
-        (TURNS, 2, ("sidecar",), True),
-        (TURNS, 2, ("adapter",), True),
-    ],
-    ids=["as large, by turns", "small enough", "cores of its own", "sidecar named", "adapter named"],
-)
-def test_the_default_sidecar_is_used_where_it_pays(
-    tiny_llama, folder_of_tiny, tmp_path, monkeypatch, placement, smaller, named, used
-):
-    monkeypatch.setattr("ooospec.runtime.DEFAULT_SIDECAR", str(folder_of_tiny))
-    monkeypatch.setattr("ooospec.runtime.SMALLER", smaller)
-    monkeypatch.setattr("ooospec.runtime.DEFAULT_SIDECAR_WEIGHTS", tiny_llama.model.num_parameters())
-    monkeypatch.setattr(Decoder, "_reach", reached)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    folders = {"sidecar": str(folder_of_tiny), "adapter": str(tmp_path)}
-    options = {"sidecar": AUTO, **{name: folders[name] for name in named}}
-    if used:
-        with pytest.raises(InterruptedError, match=re.escape(str(folder_of_tiny))):
-            Decoder(tiny_llama, device="cpu", budget="fixed", placement=placement, **options)
-        return
-    with Decoder(tiny_llama, device="cpu", budget="fixed", placement=placement, **options) as decoder:
-        assert "name a sidecar" in decoder.left_out
-        assert decoder.sidecar_name == ""
-        ar, ooo = (decoder.generate("Hello", method=name, max_new_tokens=8) for name in ("ar", "ooo"))
-        assert ooo.output_ids == ar.output_ids
-
-
-def test_weights_are_counted_without_loading_them(tiny_llama, folder_of_tiny, tmp_path):
-    assert stored_weights(folder_of_tiny) == tiny_llama.model.num_parameters()
-    assert stored_weights(tmp_path) == 0

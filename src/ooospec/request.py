@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ooospec.calibration import Calibrator
-from ooospec.chat.answer import AnswerStream, Content, Reasoning, ThinkSplitter
+from ooospec.chat.answer import THINK, AnswerStream, Content, Reasoning, ThinkSplitter
 from ooospec.chat.choice import FirstCall, read_response_format, read_tool_choice
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.schema import openai_tools
@@ -32,6 +32,12 @@ from ooospec.target.stock import stock_decode
 
 if TYPE_CHECKING:
     from ooospec.runtime import Decoder
+
+
+MAX_VAIN_QUESTIONS = 2
+"""Where the target waits for answers, a request asks no more after so many in a row that did not pay."""
+ANSWER_PAYS = 4
+"""So many accepted tokens of the hint in the round after an answer are worth the wait: about a pass of the target."""
 
 
 class Request:
@@ -56,6 +62,7 @@ class Request:
         response_format: Any = None,
         prediction: str | None = None,
         max_nodes: int | None = None,
+        skip_special_tokens: bool = True,
         clock: float | None = None,
         **sampling: Any,
     ) -> None:
@@ -77,6 +84,10 @@ class Request:
         watched = self.tools and not parallel_tool_calls
         single = FirstCall(codec, self.call_format, self.tools, self._splitter()) if watched else None
         self.limits = Limits(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop or ()), single)
+        self.hidden = codec.eos_ids
+        """Ids that are no part of the text: those that end it, and control tokens where no call is looked for."""
+        if skip_special_tokens and not self.tools and self.call_format.headers is None:
+            self.hidden |= codec.control_ids(THINK)
         self.sampling = Sampling.of(sampling)
         policy = check_policy(budget) if budget is not None else decoder.budget
         nodes = max_nodes or decoder.max_nodes or self.method.max_nodes
@@ -93,6 +104,7 @@ class Request:
         """`time.perf_counter()` after which the request is stopped."""
         self._stopped = False
         self.ready_round: int | None = None
+        self._asked_in, self._vain_questions = -1, 0
         self.cached_tokens = 0
         self.total_ms = 0.0
 
@@ -173,6 +185,7 @@ class Request:
                 self.total_ms = (time.perf_counter() - self.clock) * 1e3
                 self.cached_tokens = decoder.target.cached_tokens
                 self.commits.append(replace(commit, top=None, prompt_top=None, prompt_state=None))
+                self._judge_question(commit)
                 yield commit
                 if not commit.finish_reason:
                     self.check()
@@ -206,8 +219,17 @@ class Request:
 
     def _ask_slots(self, tool: Tool, slot: str, written: str) -> None:
         """Ask the sidecar for more, and give it its turn for that."""
-        if self.mailbox is not None and self.mailbox.ask(tool.name, slot, written):
+        if self.mailbox is None or (self.decoder.by_turns and self._vain_questions >= MAX_VAIN_QUESTIONS):
+            return
+        if self.mailbox.ask(tool.name, slot, written):
+            self._asked_in = len(self.commits)
             self.decoder._take_turns(self.mailbox)
+
+    def _judge_question(self, commit: Commit) -> None:
+        """Take note of whether the round's question to the sidecar, if there was one, paid."""
+        if commit.round == self._asked_in:
+            paid = sum(source == "hint" for source in commit.sources) >= ANSWER_PAYS
+            self._vain_questions = 0 if paid else self._vain_questions + 1
 
     def answer_stream(self) -> AnswerStream:
         """Return what splits the answer's text into content, reasoning and calls."""
@@ -217,7 +239,7 @@ class Request:
     def result(self) -> Generation:
         """Sum the request up."""
         codec = self.decoder.loaded.codec
-        shown = [token for token in self.output if token not in codec.eos_ids]
+        shown = [token for token in self.output if token not in self.hidden]
         text = codec.decode(shown)
         answer = self.answer_stream()
         events = [*answer.push(text), *answer.close()]

@@ -202,8 +202,13 @@ class Decoder:
 
     def _take_turns(self, mailbox: Mailbox | None) -> None:
         """On cores that target and sidecar share by turns, let the sidecar finish first, then stop it."""
-        if mailbox is not None and not self.placement.target_busy and self.loaded.device == "cpu":
+        if mailbox is not None and self.by_turns:
             mailbox.take_turn(TURN_S)
+
+    @property
+    def by_turns(self) -> bool:
+        """Tell whether the target waits while the sidecar works."""
+        return not self.placement.target_busy and self.loaded.device == "cpu"
 
     def _next_chunk(self, left: int) -> int:
         """Say how many of the prompt tokens left to prefill before the next look into the mailbox."""
@@ -227,7 +232,8 @@ class Decoder:
         (temperature, top_p, top_k, min_p, penalties, logit_bias, seed, logprobs; default: greedy), stop (strings),
         salt (prefix caches of different salts never meet), hint (a Hint to use instead of the sidecar), memory (a
         Memory instead of the method's own), tool_choice, parallel_tool_calls and response_format as in OpenAI's API,
-        prediction (text that the output will probably contain), max_nodes (bound of the candidate tree), budget
+        prediction (text that the output will probably contain), skip_special_tokens (default: without
+        tools, control tokens are not in the text), max_nodes (bound of the candidate tree), budget
         ("measured": only nodes that pay by the measured cost curve; "fixed": the method's published tree size).
         `prefix` sets the condition for measurements: "cold" uses no KV entries of earlier requests, "warm" exactly
         those of the tools and the system prompt, prefilled before the clock starts; both leave the cache as it was.

@@ -40,8 +40,8 @@ def describe_run(settings: Mapping[str, Any], left_out: Mapping[str, str]) -> Ru
 
 
 def _revision() -> str:
-    """Return the git revision of this source tree, marked where it has changes; "" outside a checkout."""
-    folder = Path(__file__).parent
+    """Return the git revision of this package, marked where it has changes; "" outside a checkout."""
+    folder = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
         return subprocess.run(

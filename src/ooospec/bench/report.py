@@ -118,6 +118,15 @@ def _markdown(title: str, tables: Sequence[tuple[Condition, Sequence[Summary]]],
     return "\n".join(lines).rstrip()
 
 
+def ceiling_text(plain: Summary) -> str:
+    """Say what the prompt leaves for any drafting method to gain."""
+    share = plain.prefill_share
+    return (
+        f"The prompt takes {100 * share:.0f} % of plain decoding's time, so no drafting could make the total more than "
+        f"{1 / share:.1f}x as fast."
+    )
+
+
 def _markdown_cell(cell: tuple[str, str], group: Sequence[Summary], winner: str) -> list[str]:
     plain = next((s for s in group if s.method == REFERENCE), group[0])
     right, known = plain.names_right
@@ -126,7 +135,7 @@ def _markdown_cell(cell: tuple[str, str], group: Sequence[Summary], winner: str)
         f"### {_cell_name(cell)} ({plain.requests} requests)",
         "",
         f"Quality, the same for every method: tool names right {right}/{known}, whole calls right "
-        f"{exact}/{exact_known}.",
+        f"{exact}/{exact_known}. {ceiling_text(plain)}",
         "",
         "| method | total | middle half | rate | decode | tokens per round | rounds | nodes | host | identical |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -200,6 +209,7 @@ def _panel(
     return {
         "name": _cell_name(cell),
         "quality": group[0],
+        "ceiling": ceiling_text(next((s for s in group if s.method == REFERENCE), group[0])),
         "bars": charts.speedup_bars(group, names),
         "drafting": [s for s in group if s.tokens_per_round > 1.0],
         "names": names,

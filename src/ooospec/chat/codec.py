@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tokenizers import Encoding, Tokenizer
 
@@ -39,6 +39,8 @@ class TextCodec:
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         """Number of ids, added tokens included."""
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {index: str(token.content) for index, token in added.items() if token.special}
         self._anchor = self.encode(ANCHOR)[-1:]
         self._anchor_text = self.decode(self._anchor)
 
@@ -55,6 +57,10 @@ class TextCodec:
         """Decode ids; special tokens are kept as text."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def control_ids(self, but: Collection[str]) -> frozenset[int]:
+        """Return the ids of control tokens, but those of some texts."""
+        return frozenset(index for index, text in self._special.items() if text not in but)
 
     def decode_inside(self, ids: Sequence[int]) -> str:
         """Decode ids as they read inside a text: some tokenizers drop a space with which a text begins."""

@@ -1,6 +1,6 @@
 """Prompt Lookup: copy what followed the last match of the newest tokens in prompt and output.
 
-Source: Prompt Lookup Decoding (Saxena, 2023), with DESIGN's parameters: suffixes of 3, 2, 1 tokens, 10 tokens, first
+Source: Prompt Lookup Decoding (Saxena, 2023), with these parameters: suffixes of 3, 2, 1 tokens, 10 tokens, first
 match.
 """
 

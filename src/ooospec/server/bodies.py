@@ -86,6 +86,7 @@ class Body(BaseModel):
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[Stop] | None, Field(max_length=16), BeforeValidator(_listed)] = None
     include_stop_str_in_output: StrictBool = False
+    skip_special_tokens: StrictBool = True
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: StrictInt | None = None
@@ -107,6 +108,8 @@ class Body(BaseModel):
             options["logit_bias"] = {_token(key): value for key, value in self.logit_bias.items()}
         if self.stop:
             options["stop"] = self.stop
+        if not self.skip_special_tokens:
+            options["skip_special_tokens"] = False
         return {**options, **speculation(self.speculative)}
 
 
@@ -121,9 +124,15 @@ class ChatBody(Body):
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    functions: Any = None
+    function_call: Any = None
 
     def options(self) -> dict[str, Any]:
         """Return the options of `Decoder.request`."""
+        if self.functions or self.function_call not in (None, "none", "auto"):
+            given = "functions" if self.functions else "function_call"
+            text = f"{given} is OpenAI's older form and not supported; use tools and tool_choice."
+            raise ApiError(400, text, param=given)
         check_tools(self.tools)
         options = self.decoder_options()
         for name in ("tool_choice", "parallel_tool_calls", "response_format"):
@@ -143,11 +152,14 @@ class CompletionBody(Body):
     echo: StrictBool = False
     logprobs: StrictInt | None = Field(None, ge=0, le=20)
     suffix: StrictStr | None = None
+    best_of: StrictInt | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options of `Decoder.request`."""
         if self.suffix:
             raise ApiError(400, "suffix is not supported; leave it out.", param="suffix")
+        if self.best_of not in (None, self.n):
+            raise ApiError(400, f"best_of other than n is not supported; got {self.best_of}.", param="best_of")
         options = self.decoder_options()
         if self.logprobs is not None:
             options["logprobs"] = self.logprobs

@@ -15,7 +15,7 @@ class TextPipe:
 
     def __init__(self, codec: TextCodec, request: Request, include_stop: bool = False) -> None:
         """`include_stop` = a stop string that ends the text is shown."""
-        self._codec, self._stream = codec, codec.stream()
+        self._hidden, self._stream = request.hidden, codec.stream()
         self._answer = request.answer_stream()
         self._stops, self._include_stop = request.limits.stop, include_stop
         self._held, self._stopped = "", False
@@ -23,7 +23,7 @@ class TextPipe:
 
     def push(self, commit: Commit) -> tuple[str, list[Event]]:
         """Take a commit; return (new text, what it made visible)."""
-        text = self._stream.push(token for token in commit.tokens if token not in self._codec.eos_ids)
+        text = self._stream.push(token for token in commit.tokens if token not in self._hidden)
         return self._emit(text, final=False)
 
     def close(self) -> tuple[str, list[Event]]:

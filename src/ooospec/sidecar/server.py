@@ -31,11 +31,13 @@ from ooospec.sidecar.protocol import (
     FromSidecar,
     Function,
     Hello,
+    LeftOut,
     Name,
     SlotValue,
     Submit,
     Subscribe,
     Welcome,
+    packed,
 )
 
 
@@ -50,7 +52,7 @@ class Predictor(Protocol):
 
 
 MAX_SUBSCRIBERS, MAX_RECORDS = 64, 256
-Answer = Function | SlotValue | Done
+Answer = Function | SlotValue | LeftOut | Done
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class _Record:
 class _Job:
     client: bytes
     request: Submit
-    answers: Iterator[Function | SlotValue | None]
+    answers: Iterator[Function | SlotValue | LeftOut | None]
 
 
 class SidecarServer:
@@ -98,7 +100,7 @@ class SidecarServer:
             idle = False
         if self._job is None and self._queue:
             client, request = self._queue.popleft()
-            self._job = _Job(client, request, self.predictor.wave(request))
+            self._job = _Job(client, request, packed(self.predictor.wave(request)))
         if self._job is not None:
             self._advance(self._job)
 

@@ -1,0 +1,99 @@
+"""The sidecar's server: answers in order, faults, cancelled waves."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from ooospec.chat.schema import read_tools
+from ooospec.core import SlotHint
+from ooospec.sidecar import protocol
+from ooospec.sidecar.client import signature, tool_of
+from ooospec.sidecar.mailbox import Mailbox, Turns
+from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, LeftOut, SlotValue, Submit, Turn, Welcome
+from ooospec.sidecar.server import SidecarServer, bind
+
+
+class ScriptedPredictor:
+    def __init__(self):
+        self.waves = []
+
+    def wave(self, request):
+        self.waves.append(request.request)
+        yield Function(request.request, (0,), (77,))
+        yield None
+        if request.dialogue and request.dialogue[0].text == "fail":
+            raise RuntimeError("broken")
+        yield SlotValue(request.request, 0, 0, 50, "v")
+        yield None
+        if request.dialogue and request.dialogue[0].text == "less":
+            yield SlotValue(request.request, 0, 0, 60, None, False)
+
+    def timings(self):
+        return 1, 2, 3
+
+
+@pytest.fixture
+def served():
+    import zmq
+
+    socket, address = bind("tcp://127.0.0.1:*")
+    server = SidecarServer(ScriptedPredictor(), "scripted", socket)
+    client = zmq.Context.instance().socket(zmq.DEALER)
+    client.connect(address)
+
+    def exchange(*messages, turns=12):
+        for message in messages:
+            client.send(message if isinstance(message, bytes) else protocol.encoder.encode(message))
+        time.sleep(0.1)
+        got = []
+        for _ in range(turns):
+            if server._job or server._queue or socket.poll(0):
+                server.turn()
+            time.sleep(0.01)
+            while client.poll(0):
+                got.append(protocol.from_sidecar.decode(client.recv()))
+        return got
+
+    yield server, exchange
+    client.close(0)
+    socket.close(0)
+
+
+TOOL = (signature(read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}])[0]),)
+
+
+def test_server_answers_in_order_and_survives_faults(served):
+    server, exchange = served
+    good, bad = Submit(1, TOOL, (Turn("user", "x"),)), Submit(2, TOOL, (Turn("user", "fail"),))
+    got = exchange(Hello(), b"garbage", good, bad, Submit(3, TOOL, ()))
+    assert got[0] == Welcome("scripted")
+    assert [m.request for m in got if isinstance(m, Function)] == [1, 2, 3]
+    ends = {m.request: m.error for m in got if isinstance(m, Done)}
+    assert ends == {1: "", 2: "RuntimeError: broken", 3: ""}
+    assert server.bad_messages == 1
+
+
+def test_slots_that_stay_out_of_the_call_reach_the_hint(served):
+    _, exchange = served
+    got = exchange(Submit(1, TOOL, (Turn("user", "less"),)))
+    assert got[-2] == LeftOut(1, 0, (0,), (60,))
+    client = SimpleNamespace(turns=Turns())
+    mailbox = Mailbox(client, 1, (tool_of(TOOL[0]),))
+    for message in got:
+        assert mailbox.put(message, len(protocol.encoder.encode(message)))
+    assert mailbox.hint.slots["f", "a"] == SlotHint("f", "a", None, False, 0.6)
+    before = mailbox.hint.payload_bytes
+    for wrong in (LeftOut(1, 1, (0,), (60,)), LeftOut(1, 0, (0, 1), (60, 60)), LeftOut(1, 0, (0,), ()),
+                  LeftOut(1, -1, (0,), (60,))):  # fmt: skip
+        assert not mailbox.put(wrong, 9)
+    assert mailbox.hint.payload_bytes == before
+
+
+def test_server_cancels_waiting_and_running_waves(served):
+    server, exchange = served
+    got = exchange(Submit(1, TOOL, ()), Submit(2, TOOL, ()), Cancel(2), Cancel(1))
+    assert server.predictor.waves in ([], [1])
+    assert all(not isinstance(m, SlotValue) for m in got)
