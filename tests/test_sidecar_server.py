@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from ooospec.chat.schema import read_tools
-from ooospec.core import SlotHint
 from ooospec.sidecar import protocol
-from ooospec.sidecar.client import signature, tool_of
-from ooospec.sidecar.mailbox import Mailbox, Turns
-from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, LeftOut, SlotValue, Submit, Turn, Welcome
+from ooospec.sidecar.client import signature
+from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, Turn, Welcome
 from ooospec.sidecar.server import SidecarServer, bind
 
 
@@ -28,8 +25,6 @@ class ScriptedPredictor:
             raise RuntimeError("broken")
         yield SlotValue(request.request, 0, 0, 50, "v")
         yield None
-        if request.dialogue and request.dialogue[0].text == "less":
-            yield SlotValue(request.request, 0, 0, 60, None, False)
 
     def timings(self):
         return 1, 2, 3
@@ -74,22 +69,6 @@ def test_server_answers_in_order_and_survives_faults(served):
     ends = {m.request: m.error for m in got if isinstance(m, Done)}
     assert ends == {1: "", 2: "RuntimeError: broken", 3: ""}
     assert server.bad_messages == 1
-
-
-def test_slots_that_stay_out_of_the_call_reach_the_hint(served):
-    _, exchange = served
-    got = exchange(Submit(1, TOOL, (Turn("user", "less"),)))
-    assert got[-2] == LeftOut(1, 0, (0,), (60,))
-    client = SimpleNamespace(turns=Turns())
-    mailbox = Mailbox(client, 1, (tool_of(TOOL[0]),))
-    for message in got:
-        assert mailbox.put(message, len(protocol.encoder.encode(message)))
-    assert mailbox.hint.slots["f", "a"] == SlotHint("f", "a", None, False, 0.6)
-    before = mailbox.hint.payload_bytes
-    for wrong in (LeftOut(1, 1, (0,), (60,)), LeftOut(1, 0, (0, 1), (60, 60)), LeftOut(1, 0, (0,), ()),
-                  LeftOut(1, -1, (0,), (60,))):  # fmt: skip
-        assert not mailbox.put(wrong, 9)
-    assert mailbox.hint.payload_bytes == before
 
 
 def test_server_cancels_waiting_and_running_waves(served):

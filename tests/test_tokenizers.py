@@ -75,6 +75,16 @@ def real_codec(request) -> TextCodec:
     return TextCodec(made, [made.token_to_id("<|im_end|>")])
 
 
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b-instruct", "smollm2-135m-instruct"])
+def test_control_tokens_are_told_from_words(name):
+    codec = TextCodec(Tokenizer.from_file(str(resolve_model(name) / "tokenizer.json")), [0])
+    control = codec.control_ids(())
+    assert {codec.encode("<|im_start|>")[0], codec.encode("<|im_end|>")[0]} <= control
+    assert codec.control_ids(("<|im_end|>",)) == control - set(codec.encode("<|im_end|>"))
+    assert not control & set(codec.encode('Weather in Oslo <b>now</b> {"name": "get_weather"}'))
+
+
 def skip_unless_in(codec: TextCodec, text: str) -> None:
     """Skip what is never written in this vocabulary: "▁" where it stands for a space, harmony's markers in pieces."""
     if ("▁" in text and codec.decode(codec.encode(text)) != text) or (

@@ -11,7 +11,7 @@ from ooospec.sidecar.adapter import Habits, adapter_label, check_base, find_adap
 from ooospec.sidecar.branches import MAX_ANSWER_TOKENS, Branch, Trie, _finished_part
 from ooospec.sidecar.predictor import WavePredictor, _Pass, is_mentioned
 from ooospec.sidecar.prompt import prefix_ids
-from ooospec.sidecar.protocol import Function, LeftOut, SlotValue, Submit, ToolSlot, Turn, packed
+from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSlot, Turn
 
 SLOTS = (
     ToolSlot("city", ("string",), True, "", ()),
@@ -129,23 +129,6 @@ def test_mentioned_values(value, mentioned):
 def test_payload_is_small():
     messages = [Function(7, (0, 1), (93, 5)), SlotValue(7, 0, 1, 88, "Reykjavik"), SlotValue(7, 0, 2, 90, 3)]
     assert sum(len(protocol.encoder.encode(m)) for m in messages) < 50
-
-
-def test_what_a_step_leaves_out_is_sent_together():
-    function, value, step = Function(7, (0, 1), (93, 5)), SlotValue(7, 0, 1, 88, "Reykjavik"), None
-    out = [SlotValue(7, tool, slot, 60 + slot, None, False) for tool, slot in ((0, 0), (0, 2), (1, 0), (0, 3), (0, 4))]
-    wave = [function, out[0], value, out[1], out[2], step, out[3], step, out[4]]
-    sent = list(packed(iter(wave)))
-    together = [LeftOut(7, 0, (0, 2), (60, 62)), LeftOut(7, 1, (0,), (60,))]
-    assert sent == [
-        function, value, *together, step, LeftOut(7, 0, (3,), (63,)), step, LeftOut(7, 0, (4,), (64,))]  # fmt: skip
-    again = [answer for message in sent if isinstance(message, LeftOut) for answer in message.answers()]
-    assert again == out
-    many = [SlotValue(7, 0, slot, 99, None, False) for slot in range(10)]
-    assert len(protocol.encoder.encode(*LeftOut.of(many))) < 30
-    for message in sent:
-        if message is not None:
-            assert protocol.from_sidecar.decode(protocol.encoder.encode(message)) == message
 
 
 LONG = "please repeat abc abc abc abcabc Reykjavik harbour Reykjavik harbour 1234512345 " * 3

@@ -118,9 +118,14 @@ def _markdown(title: str, tables: Sequence[tuple[Condition, Sequence[Summary]]],
     return "\n".join(lines).rstrip()
 
 
+def _plain(group: Sequence[Summary]) -> Summary:
+    """Return plain decoding's summary of a cell; another one where there is none."""
+    return next((s for s in group if s.method == REFERENCE), group[0])
+
+
 def ceiling_text(plain: Summary) -> str:
     """Say what the prompt leaves for any drafting method to gain."""
-    share = plain.prefill_share
+    share = plain.prefill_ms / plain.total_ms
     return (
         f"The prompt takes {100 * share:.0f} % of plain decoding's time, so no drafting could make the total more than "
         f"{1 / share:.1f}x as fast."
@@ -128,7 +133,7 @@ def ceiling_text(plain: Summary) -> str:
 
 
 def _markdown_cell(cell: tuple[str, str], group: Sequence[Summary], winner: str) -> list[str]:
-    plain = next((s for s in group if s.method == REFERENCE), group[0])
+    plain = _plain(group)
     right, known = plain.names_right
     exact, exact_known = plain.arguments_right
     lines = [
@@ -208,8 +213,8 @@ def _panel(
     slowest = max(s.total_ms for s in group)
     return {
         "name": _cell_name(cell),
-        "quality": group[0],
-        "ceiling": ceiling_text(next((s for s in group if s.method == REFERENCE), group[0])),
+        "quality": _plain(group),
+        "ceiling": ceiling_text(_plain(group)),
         "bars": charts.speedup_bars(group, names),
         "drafting": [s for s in group if s.tokens_per_round > 1.0],
         "names": names,

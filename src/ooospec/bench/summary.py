@@ -74,11 +74,6 @@ class Summary:
     ready_ms: Spread | None
     payload_bytes: float | None
 
-    @property
-    def prefill_share(self) -> float:
-        """Share of the time up to the end of the first round's pass; of plain decoding, what drafts cannot save."""
-        return self.prefill_ms / self.total_ms
-
 
 def conditions(rows: Iterable[Row]) -> list[Condition]:
     """List the conditions that occur, methods that a condition does not concern left aside."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ooospec.core import FunctionHint, Hint, SlotHint, Tool
-from ooospec.sidecar.protocol import Done, Function, LeftOut, SlotValue, Submit
+from ooospec.sidecar.protocol import Done, Function, SlotValue, Submit
 
 if TYPE_CHECKING:
     from ooospec.sidecar.client import SidecarClient
@@ -94,7 +94,7 @@ class Mailbox:
             self._client.start(self, msgspec.structs.replace(self._asked, **more))
         return True
 
-    def put(self, message: Function | SlotValue | LeftOut | Done, size: int) -> bool:
+    def put(self, message: Function | SlotValue | Done, size: int) -> bool:
         """File a message; False if it does not fit the request."""
         now = (time.perf_counter() - self.submitted) * 1e3
         if isinstance(message, Done):
@@ -112,26 +112,14 @@ class Mailbox:
             self._client.turns.taken(True)
             self.hint.function = FunctionHint(names, tuple(_chance(percent) for percent in message.percents))
             self.ready_ms = now
-        elif not self._put_slots(message):
-            return False
+        else:
+            if not (0 <= message.tool < len(self.tools) and 0 <= message.slot < len(self.tools[message.tool].slots)):
+                return False
+            tool = self.tools[message.tool]
+            slot = tool.slots[message.slot].name
+            chance = _chance(message.percent)
+            self.hint.slots[tool.name, slot] = SlotHint(tool.name, slot, message.value, message.present, chance)
         self.hint.payload_bytes += size
-        return True
-
-    def _put_slots(self, message: SlotValue | LeftOut) -> bool:
-        """File answers about slots; False if one of them does not fit the request."""
-        try:
-            answers = message.answers() if isinstance(message, LeftOut) else [message]
-        except ValueError:
-            return False
-        if not 0 <= message.tool < len(self.tools):
-            return False
-        tool = self.tools[message.tool]
-        if not all(0 <= answer.slot < len(tool.slots) for answer in answers):
-            return False
-        for answer in answers:
-            slot = tool.slots[answer.slot].name
-            hint = SlotHint(tool.name, slot, answer.value, answer.present, _chance(answer.percent))
-            self.hint.slots[tool.name, slot] = hint
         return True
 
     def close(self) -> None:

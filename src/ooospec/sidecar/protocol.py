@@ -1,8 +1,7 @@
 """Messages between the engine's process and the sidecar's: MessagePack over ZeroMQ, the same on one machine and across.
 
 A client (DEALER) sends Submit and Cancel; the sidecar (ROUTER) answers with Welcome, then for each request with
-Function, SlotValue and LeftOut messages as they become known, and Done. No token ids cross: both sides have tokenizers
-of their own.
+Function and Slot messages as they become known, and Done. No token ids cross: both sides have tokenizers of their own.
 
 Where the process that receives requests is not the one that drafts (a server's front end and its workers), the first
 names its request by a key that both can compute (Name), and the second, once subscribed (Subscribe), is told of every
@@ -11,12 +10,11 @@ named request (Announce), gets the same answers under a number of the sidecar's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-VERSION = 4
+VERSION = 3
 
 
 class ToolSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -117,7 +115,7 @@ class Function(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 
 class SlotValue(msgspec.Struct, frozen=True, array_like=True, tag="s", omit_defaults=True):
-    """The value of one slot with its chance in percent; `present` False = leave it out (on the wire: LeftOut)."""
+    """The value of one slot with its chance in percent; `present` False = leave it out."""
 
     request: int
     tool: int
@@ -125,30 +123,6 @@ class SlotValue(msgspec.Struct, frozen=True, array_like=True, tag="s", omit_defa
     percent: int
     value: Any = None
     present: bool = True
-
-
-class LeftOut(msgspec.Struct, frozen=True, array_like=True, tag="n"):
-    """Slots of one tool that stay out of the call, with their chances in percent: two bytes a slot."""
-
-    request: int
-    tool: int
-    slots: tuple[int, ...]
-    percents: tuple[int, ...]
-
-    @classmethod
-    def of(cls, answers: Sequence[SlotValue]) -> list[LeftOut]:
-        """Put answers of one request together, a message a tool."""
-        tools = dict.fromkeys((answer.request, answer.tool) for answer in answers)
-        parts = [[a for a in answers if (a.request, a.tool) == key] for key in tools]
-        return [
-            cls(*key, tuple(a.slot for a in part), tuple(a.percent for a in part))
-            for key, part in zip(tools, parts, strict=True)
-        ]
-
-    def answers(self) -> list[SlotValue]:
-        """Return the answers one by one; ValueError where slots and chances are not as many."""
-        pairs = zip(self.slots, self.percents, strict=True)
-        return [SlotValue(self.request, self.tool, slot, percent, None, False) for slot, percent in pairs]
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done", omit_defaults=True):
@@ -161,22 +135,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done", omit_defaul
     error: str = ""
 
 
-def packed(answers: Iterable[Function | SlotValue | None]) -> Iterator[Function | SlotValue | LeftOut | None]:
-    """Give a wave's answers the form they are sent in: what one step leaves out together, everything else at once."""
-    left_out = list[SlotValue]()
-    for answer in answers:
-        if isinstance(answer, SlotValue) and not answer.present:
-            left_out.append(answer)
-            continue
-        if answer is None:
-            yield from LeftOut.of(left_out)
-            left_out = []
-        yield answer
-    yield from LeftOut.of(left_out)
-
-
 ToSidecar = Hello | Submit | Cancel | Name | Subscribe | Ask
-FromSidecar = Welcome | Function | SlotValue | LeftOut | Done | Announce
+FromSidecar = Welcome | Function | SlotValue | Done | Announce
 
 encoder = msgspec.msgpack.Encoder()
 to_sidecar = msgspec.msgpack.Decoder(ToSidecar)

@@ -31,13 +31,11 @@ from ooospec.sidecar.protocol import (
     FromSidecar,
     Function,
     Hello,
-    LeftOut,
     Name,
     SlotValue,
     Submit,
     Subscribe,
     Welcome,
-    packed,
 )
 
 
@@ -52,7 +50,7 @@ class Predictor(Protocol):
 
 
 MAX_SUBSCRIBERS, MAX_RECORDS = 64, 256
-Answer = Function | SlotValue | LeftOut | Done
+Answer = Function | SlotValue | Done
 
 
 @dataclass(slots=True)
@@ -69,7 +67,7 @@ class _Record:
 class _Job:
     client: bytes
     request: Submit
-    answers: Iterator[Function | SlotValue | LeftOut | None]
+    answers: Iterator[Function | SlotValue | None]
 
 
 class SidecarServer:
@@ -100,7 +98,7 @@ class SidecarServer:
             idle = False
         if self._job is None and self._queue:
             client, request = self._queue.popleft()
-            self._job = _Job(client, request, packed(self.predictor.wave(request)))
+            self._job = _Job(client, request, self.predictor.wave(request))
         if self._job is not None:
             self._advance(self._job)
 

@@ -18,7 +18,7 @@ from ooospec.models.progress import Progress, Silent
 from ooospec.sidecar import protocol
 from ooospec.sidecar.predictor import WavePredictor
 from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
-from ooospec.sidecar.protocol import Function, LeftOut, SlotValue, Submit, ToolSignature, Turn, packed
+from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSignature, Turn
 from ooospec.train.records import Example, submission
 
 BINS = 10
@@ -190,9 +190,9 @@ def evaluate(
         tally = tallies.setdefault(case.dataset, Tally())
         start = time.perf_counter()
         answers, function_ms, size = list[Function | SlotValue](), None, 0
-        for message in packed(predictor.wave(Submit(number, case.tools, case.dialogue, fresh=not warm))):
+        for message in predictor.wave(Submit(number, case.tools, case.dialogue, fresh=not warm)):
             if message is not None:
-                answers += message.answers() if isinstance(message, LeftOut) else [message]
+                answers.append(message)
                 size += len(protocol.encoder.encode(message))
                 function_ms = function_ms or (time.perf_counter() - start) * 1e3
         tally.wave_ms.append((time.perf_counter() - start) * 1e3)
