@@ -107,6 +107,16 @@ def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
     assert len(running) == 3
 
 
+@pytest.mark.parametrize(
+    ("levels", "count", "sizes"),
+    [((1, 4, 8), 16, [4, 4, 8]), ((1, 2), 5, [3, 2]), ((8,), 3, [3]), ((1, 32), 9, [1, 8])],
+)
+def test_a_large_concurrency_gets_enough_requests_to_be_reached(levels, count, sizes):
+    dealt = vllm_engine.deal(list(range(count)), levels)
+    assert [level for level, _ in dealt] == list(levels) and [len(share) for _, share in dealt] == sizes
+    assert sorted(number for _, share in dealt for number in share) == list(range(count))
+
+
 def test_a_folder_of_other_requests_is_not_gone_on_with(stub, tmp_path):
     run_vllm_bench(settings("plain"), {"demo": REQUESTS["demo"][:4]}, tmp_path, Silent())
     with pytest.raises(UsageError, match="has 4 requests of org/model, these settings choose 6"):

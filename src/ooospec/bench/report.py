@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import jinja2
 import msgspec
 
 from ooospec.bench import charts
+from ooospec.bench.provenance import origin_text
 from ooospec.bench.rows import Results, Row, Run
 from ooospec.bench.runner import REFERENCE
 from ooospec.bench.summary import Condition, Summary, best, conditions, rows_of, summarize
@@ -62,14 +62,10 @@ def conditions_text(runs: Sequence[Run]) -> list[str]:
     """Say under which conditions the results came about, a fact a line."""
     last = runs[-1]
     settings = last.settings
-    commands = list(dict.fromkeys(shlex.join(run.command) for run in runs))
     sidecars = dict.fromkeys(run.settings.get("sidecar_model") or f"none ({run.settings['target']})" for run in runs)
     adapter = f" with adapter {settings['adapter']}" if settings["adapter"] else " (zero-shot)"
-    revisions = ", ".join(dict.fromkeys(run.revision or "unknown" for run in runs))
     lines = [
-        *(f"Command: `{command}`" for command in commands),
-        f"Revision {revisions}; " + ", ".join(f"{name} {version}" for name, version in last.versions.items()),
-        "Machine: " + ", ".join(f"{value} {key}" if key == "cores" else value for key, value in last.machine.items()),
+        *origin_text(runs),
         f"Sidecar {', '.join(sidecars)}"
         + (adapter if any(run.settings.get("sidecar_model") for run in runs) else "")
         + f"; {settings['dtype']}, {settings['device']}",

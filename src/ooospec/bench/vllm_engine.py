@@ -1,7 +1,7 @@
 """`ooospec bench-vllm`: OoO-Spec inside vLLM against plain vLLM and vLLM's own speculative methods.
 
 For each method a server of its own, started with the same flags. Every request is timed once, at one of the
-concurrencies (the requests are dealt out to them in turn), so no cache and no memory has seen it before; with a warm
+concurrencies (the requests are dealt out to them), so no cache and no memory has seen it before; with a warm
 prefix its tools and system prompt have been, in a request of another user. The time is that of a call at the client.
 Greedy outputs are compared with plain vLLM's, token by token; where they differ, the gap between plain vLLM's two best
 log-probabilities at that place tells a rounding tie from a fault.
@@ -24,7 +24,8 @@ import httpx
 import msgspec
 
 from ooospec.bench.datasets import BenchRequest
-from ooospec.bench.provenance import describe_run
+from ooospec.bench.provenance import describe_run, origin_text
+from ooospec.bench.rows import Run
 from ooospec.bench.vllm_server import METHODS, START_LIMIT_S, Served, VllmSettings, served
 from ooospec.chat.schema import openai_tools
 from ooospec.chat.template import read_request
@@ -35,6 +36,8 @@ from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
 
 TIE_GAP = 0.5
 """Largest gap of log-probabilities, in nats, that counts as a rounding tie in bfloat16."""
+FEW = 4
+"""A concurrency gets requests in proportion to itself, and as many as one of `FEW` at least."""
 LOCAL = ("model", "sidecar", "draft")
 """Settings that are paths of this machine; the command has their names."""
 OTHER_USER = {"role": "user", "content": "Say hello in one word."}
@@ -100,7 +103,8 @@ def run_vllm_bench(
         finished += len(new)
         with path.open("ab") as sink:
             sink.write(b"".join(msgspec.json.encode(row) + b"\n" for row in new))
-    (out / "vllm.md").write_text(report(rows), "utf-8")
+    runs = [msgspec.json.decode(line, type=Run) for line in (out / "runs.jsonl").read_bytes().splitlines()]
+    (out / "vllm.md").write_text(report(rows, runs), "utf-8")
     return path
 
 
@@ -138,6 +142,16 @@ def read_rows(path: Path) -> Iterator[VllmRow]:
 # ---------------------------------------------------------------- calls
 
 
+def deal(requests: Sequence[BenchRequest], concurrencies: Sequence[int]) -> list[tuple[int, list[BenchRequest]]]:
+    """Deal requests out, each to one concurrency, so that the larger ones get enough to be reached."""
+    weights = [max(FEW, concurrency) for concurrency in concurrencies]
+    shares: list[list[BenchRequest]] = [[] for _ in concurrencies]
+    for request in requests:
+        least = min(range(len(weights)), key=lambda level: (len(shares[level]) + 1) / weights[level])
+        shares[least].append(request)
+    return list(zip(concurrencies, shares, strict=True))
+
+
 async def _measure(
     settings: VllmSettings, method: str, requests: Mapping[str, Sequence[BenchRequest]], at: Served, progress: Progress,
     finished: int, total: int,
@@ -147,8 +161,7 @@ async def _measure(
         for _ in range(2):
             await _ask(client, settings, url, [OTHER_USER], None)
         for name, listed in requests.items():
-            for level, concurrency in enumerate(settings.concurrency):
-                share = listed[level :: len(settings.concurrency)]
+            for concurrency, share in deal(listed, settings.concurrency):
                 if settings.prefix == "warm":
                     progress.update("bench", finished + len(rows), total, f"{method} {name} x{concurrency}: prefixes")
                     await _warm(client, settings, at, share)
@@ -263,9 +276,9 @@ def _compare(rows: Sequence[VllmRow], plain: Sequence[VllmRow], gaps: Mapping[st
 # ---------------------------------------------------------------- report
 
 
-def report(rows: Sequence[VllmRow]) -> str:
+def report(rows: Sequence[VllmRow], runs: Sequence[Run]) -> str:
     """Write a table for every target: seconds a call, and how many times faster than plain vLLM."""
-    lines = list[str]()
+    lines = [f"- {line}" for line in origin_text(runs)] + [""]
     for target in dict.fromkeys(row.target for row in rows):
         mine = [row for row in rows if row.target == target]
         methods = [name for name in METHODS if any(row.method == name for row in mine)]
@@ -273,9 +286,10 @@ def report(rows: Sequence[VllmRow]) -> str:
         cores = f"cores {mine[0].cores} for vLLM, the others for the sidecar" if mine[0].cores else "all cores shared"
         lines += [f"## {target}, {mine[0].prefix} prefix, {cores}", ""]
         lines += [
-            "Median seconds a call; ratio of summed times to plain vLLM's, and of what is left of them when plain's"
+            "Median seconds a call; ratio of summed times to plain vLLM's, and of what is left of them when plain's "
+            "time to its first token is taken off both.",
+            "",
         ]
-        lines += ["time to its first token is taken off both.", ""]
         lines += ["| benchmark | concurrency | requests | " + " | ".join(methods) + " |"]
         lines += ["|---|---|---|" + "---|" * len(methods)]
         for benchmark, concurrency in cells:
