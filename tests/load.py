@@ -135,9 +135,9 @@ def run_load(total: int, connections: int, kill_every: int, sidecar: Path) -> Re
     succeeded = sum(value for name, value in counted.items() if name.startswith("vllm:request_success_total"))
     accepted = sum(v for name, v in counted.items() if name.startswith("vllm:spec_decode_num_accepted_tokens_total"))
     places = sum(v for name, v in counted.items() if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_t"))
-    left = counted["ooospec:requests_aborted_total"]
+    left = sum(counted[f"ooospec:requests_{why}_total"] for why in ("aborted", "timed_out", "dropped"))
     checks = {
-        f"answered {succeeded:g} and aborted {left:g} of {total + 1}": succeeded + left >= total + 1 >= succeeded,
+        f"answered {succeeded:g} and aborted {left:g} of {total + 1}": succeeded + left == total + 1,
         f"accepted {accepted:g} at {places:g} places": accepted == places,
         f"accepted {accepted:g} of {counted['vllm:spec_decode_num_draft_tokens_total']:g} drafted":
             accepted <= counted["vllm:spec_decode_num_draft_tokens_total"],

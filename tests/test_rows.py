@@ -93,7 +93,9 @@ class Named:
 @pytest.fixture
 def make(codec):
     def made(hints=None, max_tokens=24, max_length=WIDTH):
-        return RowDrafter(Situation(codec, "json", False), max_tokens, max_length, hints)
+        drafter = RowDrafter(Situation(codec, "json", False), max_tokens, max_length, hints)
+        drafter.cost.ENOUGH = 10**9  # steps of the double take no time
+        return drafter
 
     return made
 
@@ -219,9 +221,17 @@ def test_drafts_end_at_the_longest_length(codec, make):
 def test_the_cost_of_a_step_is_learned_and_narrows_drafts_in_large_batches(codec, make):
     cost = StepCost()
     for tokens in (1, 9, 17, 3, 25, 8, 2, 30, 12, 5):
-        cost.observe(tokens, 0.2 + 0.01 * tokens)
-    assert cost.base == pytest.approx(0.2, rel=0.02) and cost.token == pytest.approx(0.01, rel=0.02)
-    assert cost.of(8)(5) == pytest.approx((0.2 / 8 + 0.05) / (0.2 / 8 + 0.01), rel=0.02)
+        cost.observe(1, tokens, 0.2 + 0.01 * (tokens - 1))
+    assert cost.share(1) == pytest.approx(0.2, rel=0.01) and cost.of(1)(5) == pytest.approx(1.2, rel=0.01)
+    for number in range(200):
+        rows, drafted = 1 + number % 8, number % 24
+        cost.observe(rows, rows + drafted, 0.1 + 0.02 * rows + 0.005 * drafted)
+        cost.observe(8, 2000, 9.0)  # prefill
+    assert cost.share(8) == pytest.approx(0.26 / 8, rel=0.01)
+    assert cost.of(8)(5) == pytest.approx(1 + 4 * 0.005 / (0.26 / 8), rel=0.01)
+    for _ in range(2000):  # nothing is drafted for long: worth another try
+        cost.observe(8, 8, 0.26)
+    assert cost.of(8)(5) < 1.01 and cost.share(8) == pytest.approx(0.26 / 8, rel=0.01)
     lengths = []
     for rows in (1, 8):
         asked = [Asked(codec, n, "Rio") for n in range(rows)]
@@ -231,6 +241,46 @@ def test_the_cost_of_a_step_is_learned_and_narrows_drafts_in_large_batches(codec
         engine.step()
         lengths.append(max(map(len, engine.drafts)))
     assert lengths[0] > lengths[1]
+
+
+def test_what_a_step_ran_is_learned_from_while_rows_join_but_not_after_a_pause(codec, make):
+    drafter = make()
+    seen = []
+    drafter.cost.observe = lambda *step: seen.append(step[:2])
+    engine = Engine(drafter)
+    propose = drafter.propose
+    drafter.propose = lambda *step: propose(*step, 100)
+    engine.rows = [Asked(codec, 1, "Rio")]
+    engine.step()
+    assert seen == []  # nothing known went on: the engine may have waited
+    engine.rows.append(Asked(codec, 2, "Rio"))
+    engine.step()
+    assert seen == [(2, 100)]
+    engine.rows, engine.drafts = [Asked(codec, 3, "Rio")], []
+    engine.step()
+    assert len(seen) == 1
+
+
+def test_rows_are_drafted_for_now_and_then_while_drafting_takes_longer_than_it_saves(codec, make):
+    row = Asked(codec, 4, "Oslo")
+    drafter = make(Named([row]))
+    drafter.cost.ENOUGH, drafter.cost.observe = 0, lambda *step: None
+    drafter._drafting_s = 1e9
+    run(Engine(drafter), row)
+    assert drafter.counts["rounds_without_draft"] >= drafter.counts["rounds"] // 2 > 0
+    assert drafter.counts["accepted_hint"] > 0
+
+
+def test_a_step_that_breaks_costs_one_step(codec, make):
+    row = Asked(codec, 5, "Oslo")
+    engine = Engine(make(Named([row])))
+    engine.rows = [row]
+    engine.step()
+    assert engine.drafter.propose([[1]], None, None) == [[]]
+    engine.drafts = [[]]
+    while not engine.done(row):
+        engine.step()
+    assert engine.drafter.counts["requests"] == engine.drafter.counts["faults"] == 1 and row.steps < 8
 
 
 @pytest.mark.parametrize(

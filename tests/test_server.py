@@ -128,6 +128,11 @@ def test_predictions_are_drafts_and_are_counted(client):
     right = chat(client, "hello", tools=None, prediction={"type": "content", "content": SCRIPTS["hello"]})
     details = right["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 10 and right["choices"][0]["message"]["content"] == SCRIPTS["hello"]
+    assert details["rejected_prediction_tokens"] == 0
+    for size in (30, 200):  # over several rounds, and cut short
+        long = chat(client, "long", tools=None, prediction={"type": "content", "content": "word " * size})
+        details = long["usage"]["completion_tokens_details"]
+        assert details["rejected_prediction_tokens"] <= 1 and details["accepted_prediction_tokens"] >= size
     wrong = chat(client, "hello", tools=None, prediction={"type": "content", "content": "Something else entirely."})
     assert wrong["choices"][0]["message"]["content"] == SCRIPTS["hello"]
     assert wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
@@ -204,6 +209,7 @@ def test_metrics_add_up(client):
     assert metric("vllm:spec_decode_num_drafts_total") == sum(s["num_drafts"] for s in speculation)
     assert metric("vllm:spec_decode_num_draft_tokens_total") == sum(s["num_draft_tokens"] for s in speculation)
     assert metric("vllm:spec_decode_num_accepted_tokens_total") == sum(s["num_accepted_tokens"] for s in speculation)
+    assert metric("vllm:num_requests_running") == 0 and metric("vllm:prefix_cache_queries_total") > 0
     assert metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == sum(
         s["num_accepted_tokens"] for s in speculation
     )

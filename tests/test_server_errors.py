@@ -91,6 +91,9 @@ def test_the_code_for_a_prompt_that_is_too_long(client, scripted_decoder):
     scripted_decoder.target.context_length = 100
     error = client.post("/v1/chat/completions", json=body("long " * 300)).json()["error"]
     assert error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
+    assert error["param"] == "messages"
+    raw = client.post("/v1/completions", json={"model": "tiny", "prompt": "long " * 300}).json()["error"]
+    assert raw["code"] == "context_length_exceeded" and raw["param"] == "prompt"
 
 
 def test_bodies_that_are_no_json_or_too_large(scripted_decoder):

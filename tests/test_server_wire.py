@@ -126,6 +126,28 @@ def test_the_time_limit_counts_the_queue(scripted_decoder):
         assert second.status_code == 408 and time.monotonic() - start < 5
 
 
+def test_what_is_wrong_is_said_at_once_not_when_its_turn_has_come(scripted_decoder):
+    scripted_decoder.target.delay_s = 0.02
+    wrong = (
+        {"temperature": -1}, {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+        {"response_format": {"type": "x"}}, {"messages": [{"role": "nobody", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    )  # fmt: skip
+    with Served(scripted_decoder) as served:
+        sent = {**body("long", speculative=False), "stream": True}
+        with httpx.stream("POST", f"{served.url}/chat/completions", json=sent, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for more in wrong:
+                assert httpx.post(f"{served.url}/chat/completions", json={**body(), **more}).status_code == 400
+            raw = {"model": "tiny", "prompt": "hi", "top_p": 7}
+            assert httpx.post(f"{served.url}/completions", json=raw).json()["error"]["param"] == "top_p"
+            left = [line for line in lines if line.startswith("data: {")]
+        text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
+    assert len(left) > 100  # the request before them was still running
+    assert 'ooospec:error_responses_total{status="400"} 6.0' in text
+
+
 def test_clients_that_left_the_queue_do_not_fill_it(scripted_decoder):
     scripted_decoder.target.delay_s = 0.02
     with Served(scripted_decoder, max_queue=2) as served:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from ooospec.chat.schema import read_tools
-from ooospec.errors import SidecarError
+from ooospec.errors import RequestStopped, SidecarError
 from ooospec.memory import Memory
 from ooospec.placement import Placement
 from ooospec.request import MAX_VAIN_QUESTIONS
@@ -67,7 +68,7 @@ def test_a_sidecar_that_was_waited_for_in_vain_gets_its_turn_again():
     """On shared cores: fewer and fewer turns while they bring nothing, each one again as soon as an answer came."""
 
     class Stub:
-        turns = Turns()
+        turns, worth = Turns(), Turns()
 
         def receive(self):
             pass
@@ -80,7 +81,7 @@ def test_a_sidecar_that_was_waited_for_in_vain_gets_its_turn_again():
     def request(number, useful):
         mailbox = Mailbox(Stub(), number, read_tools([{"name": "f"}]))
 
-        def wait(seconds):
+        def wait(seconds, check):
             waited.append(number)
             if useful:
                 mailbox.put(Function(number, (0,), (90,)), 5)
@@ -95,6 +96,34 @@ def test_a_sidecar_that_was_waited_for_in_vain_gets_its_turn_again():
     for number in range(60, 80):
         request(number, useful=number != 70)
     assert waited[0] == 68 and waited[1:] == [69, 70, *range(73, 80)]
+
+
+def test_hints_of_no_use_cost_fewer_and_fewer_turns(decoder, tiny_llama, tools, monkeypatch):
+    """The sidecar answers at once; the target writes something else altogether."""
+    waited = []
+    wait = Mailbox.wait
+    monkeypatch.setattr(Mailbox, "wait", lambda mailbox, *limits: (waited.append(number), wait(mailbox, *limits)))
+    made = decoder("good", TURNS)
+    expected = reference(tiny_llama, tools)
+    for number in range(20):
+        result = made.generate(MESSAGES, tools, max_new_tokens=40)
+        assert result.output_ids == expected and "hint" not in result.accepted_by_source
+    assert waited == [0, 1, 2, 3, 6, 11]
+    made._client.worth.taken(True)
+    number = 20
+    made.generate(MESSAGES, tools, max_new_tokens=40)
+    assert waited[-1] == 20
+
+
+def test_a_request_that_is_stopped_does_not_wait_for_its_wave(decoder, tools, monkeypatch):
+    monkeypatch.setattr("ooospec.runtime.TURN_S", 60.0)
+    made = decoder("hang", TURNS)
+    request = made.request(MESSAGES, tools)
+    threading.Timer(0.2, request.stop).start()
+    start = time.perf_counter()
+    with pytest.raises(RequestStopped):
+        list(request.run())
+    assert time.perf_counter() - start < 30
 
 
 def reference(tiny_llama, tools):
@@ -314,9 +343,9 @@ def test_a_faulty_sidecar_is_waited_for_once_at_most(decoder, tiny_llama, tools,
     waits: list[float] = []
     take_turn = Mailbox.take_turn
 
-    def timed(mailbox: Mailbox, most_s: float) -> None:
+    def timed(mailbox: Mailbox, *limits) -> None:
         start = time.perf_counter()
-        take_turn(mailbox, most_s)
+        take_turn(mailbox, *limits)
         waits[-1] += time.perf_counter() - start
 
     monkeypatch.setattr(Mailbox, "take_turn", timed)

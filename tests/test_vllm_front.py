@@ -22,7 +22,9 @@ from ooospec.integrations.vllm import (
     OooSpecMiddleware,
     OooSpecProposer,
     _Connection,
+    _has_media,
     _Hints,
+    _tokens_run,
     announce,
     check_version,
 )
@@ -283,6 +285,19 @@ def test_a_subscriber_finds_a_sidecar_that_was_started_again(monkeypatch):
     socket.close(0)
 
 
+@pytest.mark.parametrize(
+    ("content", "media"),
+    [
+        ("hi", False), (None, False), ([{"type": "text", "text": "hi"}, "odd"], False),
+        ([{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "x"}}], True),
+        ([{"type": "input_audio"}], True),
+    ],
+)  # fmt: skip
+def test_requests_with_images_are_not_tokenized_twice(content, media):
+    assert _has_media([{"role": "user", "content": content}]) == media
+    assert not _has_media(None) and not _has_media(["odd"])
+
+
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0.0"])
 def test_other_versions_of_vllm_are_refused(found):
     with pytest.raises(UsageError, match=f"tested with vLLM from 0.32.0 to before 0.33.0; this is {found}"):
@@ -322,12 +337,23 @@ def test_one_rank_drafts_and_nothing_it_is_given_can_raise(monkeypatch, folder_o
     parallel = SimpleNamespace(
         distributed_executor_backend="mp", rank=rank, tensor_parallel_size=2, data_parallel_size=1
     )
-    config = SimpleNamespace(
-        model_config=model, parallel_config=parallel, speculative_config=SimpleNamespace(num_speculative_tokens=8)
+    speculative = SimpleNamespace(num_speculative_tokens=8, draft_model_config=model)
+    proposer = OooSpecProposer(
+        SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=speculative)
     )
-    proposer = OooSpecProposer(config)
+    assert (model.max_model_len, speculative.draft_model_config.max_model_len) == (512, 520)
     row = np.array([[5, 6, 7, 5, 6, 7, 5, 6]], dtype=np.int32)
     (draft,) = proposer.propose([[6]], np.array([8]), row)
     assert len(draft) <= 8 and (rank == 0 or draft == [])
     assert proposer.propose([[1], []], None, None) == [[], []]
-    assert bool(proposer.drafter.counts["faults"]) == (rank == 0)
+    assert proposer.drafter.counts["faults"] == (rank == 0)
+    monkeypatch.setattr(_Hints, "drain", lambda self: 1 / 0)
+    assert proposer.propose([[6]], np.array([8]), row) == [[]]
+    assert proposer.drafter.counts["faults"] == 2 * (rank == 0)
+
+
+def test_the_tokens_of_a_step_are_read_off_the_slot_mappings():
+    layer, other = (SimpleNamespace(shape=(size,)) for size in (40, 24))
+    assert _tokens_run({"a": layer, "b": layer}) == 40
+    assert _tokens_run([{"a": layer}, {"a": other}]) == 64
+    assert _tokens_run(None) is None and _tokens_run({}) is None

@@ -51,7 +51,9 @@ class Generation:
     warnings: Mapping[str, int] = field(default_factory=dict)
     reasoning_tokens: int = 0
     predicted_tokens: int = 0
-    """Tokens drafted from a client's prediction."""
+    """Tokens drafted from a client's prediction, from its beginning."""
+    right_predicted_tokens: int = 0
+    """Those of them that the target wrote, whichever draft they were taken from."""
 
     @property
     def num_rounds(self) -> int:

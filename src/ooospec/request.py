@@ -14,7 +14,7 @@ from ooospec.chat.answer import THINK, AnswerStream, Content, Reasoning, ThinkSp
 from ooospec.chat.choice import FirstCall, read_response_format, read_tool_choice
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.schema import openai_tools
-from ooospec.chat.template import Conversation, RawPrompt, plain_text, render
+from ooospec.chat.template import Conversation, RawPrompt, check_content, plain_text, read_request, render
 from ooospec.config import DEFAULT_MAX_NEW_TOKENS
 from ooospec.constraint import AfterThinking, StrictCalls
 from ooospec.core import Commit, DecodeContext, Hint, Tool, ToolCall
@@ -37,7 +37,20 @@ if TYPE_CHECKING:
 MAX_VAIN_QUESTIONS = 2
 """Where the target waits for answers, a request asks no more after so many in a row that did not pay."""
 ANSWER_PAYS = 4
-"""So many accepted tokens of the hint in the round after an answer are worth the wait: about a pass of the target."""
+"""So many accepted tokens of a hint are worth waiting for it: about a pass of the target or two."""
+
+
+def check_request(messages: Any, tools: Any = None, **options: Any) -> None:
+    """Raise what `Request` would raise for the same arguments, as far as it takes neither decoder nor time to tell."""
+    checked, known, _ = read_request(messages, tools)
+    check_content(checked)
+    read_tool_choice(options.get("tool_choice"), known)
+    read_response_format(options.get("response_format"))
+    Sampling.of({name: options[name] for name in Sampling.__dataclass_fields__ if name in options})
+
+
+def _later(ms: float | None, by: float) -> float | None:
+    return None if ms is None else ms + by
 
 
 class Request:
@@ -179,8 +192,8 @@ class Request:
             conversation.thinking, conversation.reasons,
         )  # fmt: skip
         decoder._mailbox = self.mailbox
-        decoder._take_turns(self.mailbox)
         try:
+            decoder._take_turns(self.mailbox)
             for commit in self._commits(context):
                 self.total_ms = (time.perf_counter() - self.clock) * 1e3
                 self.cached_tokens = decoder.target.cached_tokens
@@ -193,6 +206,9 @@ class Request:
             decoder._mailbox = None
             if self.mailbox is not None:
                 self.mailbox.poll()
+                if self.commits and self.commits[-1].finish_reason:
+                    accepted = sum(source == "hint" for commit in self.commits for source in commit.sources)
+                    self.mailbox.judge(accepted >= ANSWER_PAYS)
                 self.mailbox.close()
 
     def _commits(self, context: DecodeContext) -> Iterator[Commit]:
@@ -252,6 +268,7 @@ class Request:
             reasoning=reasoning,
             reasoning_tokens=len(codec.encode(reasoning)) if reasoning else 0,
             predicted_tokens=self._predicted.offered if self._predicted is not None else 0,
+            right_predicted_tokens=self._predicted.right if self._predicted is not None else 0,
             output_ids=tuple(self.output),
             finish_reason=self.commits[-1].finish_reason or "length",
             rounds=tuple(self.commits),
@@ -268,8 +285,9 @@ class Request:
             return None
         function = hint.function.names[0] if hint.function is not None and hint.function.names else None
         slots = {s.slot: s.value for s in hint.slots.values() if s.tool == function and s.present}
-        ready = self.mailbox.ready_ms if self.mailbox is not None else 0.0
-        complete = self.mailbox.complete_ms if self.mailbox is not None else 0.0
+        since = (self.mailbox.submitted - self.clock) * 1e3 if self.mailbox is not None else 0.0
+        ready = _later(self.mailbox.ready_ms, since) if self.mailbox is not None else 0.0
+        complete = _later(self.mailbox.complete_ms, since) if self.mailbox is not None else 0.0
         wave = self.mailbox.wave if self.mailbox is not None else None
         later = [(commit.start_ms, commit.verify_ms) for commit in self.commits if not commit.lead_tokens]
         end = complete if complete is not None else math.inf

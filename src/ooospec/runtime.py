@@ -203,7 +203,7 @@ class Decoder:
     def _take_turns(self, mailbox: Mailbox | None) -> None:
         """On cores that target and sidecar share by turns, let the sidecar finish first, then stop it."""
         if mailbox is not None and self.by_turns:
-            mailbox.take_turn(TURN_S)
+            mailbox.take_turn(TURN_S, self._active.check if self._active is not None else None)
 
     @property
     def by_turns(self) -> bool:

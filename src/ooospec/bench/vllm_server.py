@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+import torch
 
 from ooospec.errors import UsageError
 
@@ -99,8 +100,8 @@ def served(settings: VllmSettings, method: str, log: Path) -> Iterator[Served]:
     command = [
         sys.executable, "-m", SERVER, "--model", settings.model, "--served-model-name", settings.name,
         "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(settings.max_model_len), "--dtype",
-        settings.dtype, "--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", settings.parser,
-        *settings.extra,
+        settings.dtype, "--enable-auto-tool-choice", "--tool-call-parser", settings.parser,
+        *([] if torch.cuda.is_available() else ["--enforce-eager"]), *settings.extra,
     ]  # fmt: skip
     config = speculative_config(settings, method)
     if config is not None:

@@ -102,8 +102,7 @@ def render(tokenizer: ChatTokenizer, messages: Any, tools: Any = None, call_form
     checked, known, said = read_request(messages, tools)
     kind = "template" if known and tools else "prose" if known else "none"
     template = str(tokenizer.chat_template or "")
-    _check_parts(checked)
-    _check_calls(checked)
+    check_content(checked)
     rendered = [_plain_message(message) for message in checked]
     if "developer" not in template:  # a role that templates without it pass over in silence
         rendered = [{**m, "role": "system"} if m["role"] == "developer" else m for m in rendered]
@@ -137,6 +136,12 @@ def _refusal(checked: Sequence[Message], error: Exception) -> str:
                     f"got {str(given)[:50]!r} ({error})."
                 )
     return f"The target's chat template does not take these messages: {error}"
+
+
+def check_content(messages: Sequence[Message]) -> None:
+    """Raise UsageError for content that is no text, and for earlier calls that are none."""
+    _check_parts(messages)
+    _check_calls(messages)
 
 
 def _check_parts(messages: Sequence[Message]) -> None:

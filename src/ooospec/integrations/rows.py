@@ -38,7 +38,10 @@ MAX_PARKED_TOKENS = 100_000
 MAX_UNSEEN = 256
 """Tokens that a row may have gone on by while no drafts were asked for."""
 VAIN_ROUNDS, VAIN_STRIDE = 8, 4
-"""After so many rounds in a row without an accepted token, a row is drafted for only every few rounds."""
+"""After so many rounds in a row without an accepted token, a row is drafted for only every few rounds; so is every row
+while making drafts takes longer than they save."""
+SLOWLY = 0.95
+"""Weight of what was known, in means over the last rounds."""
 STATE_SIZE = 2**10
 STATE_TOKENS = 512
 """Prompt tokens, counted from the end, whose counts stand for the prompt where no hidden state is at hand."""
@@ -81,30 +84,48 @@ class Situation:
 
 
 class StepCost:
-    """Learns what a step of the engine costs: a + b * tokens, by least squares over the last steps."""
+    """Learns what a step of the engine costs: base + row * rows + token * further tokens, by least squares.
+
+    What the last steps do not tell apart counts as nothing: where nothing was drafted for long, a drafted token seems
+    free until it has been tried again.
+    """
 
     FADE = 0.98
-    PRIOR = (1.0, 0.05)
-    """Relative costs of a step and of a token in it, before anything is known."""
+    PRIOR = (1.0, 0.0, 0.05)
+    """Relative costs before anything is known."""
+    ENOUGH = 8
+    """Steps before anything is."""
+    LARGEST = 256
+    """Steps with more tokens are prefill, whose tokens cost otherwise."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)
-        self.base, self.token = self.PRIOR
+        self._moments, self._sums, self.steps = np.zeros((3, 3)), np.zeros(3), 0
+        self.base, self.row, self.token = self.PRIOR
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take note of a step that verified so many tokens in all."""
-        self._sums = self._sums * self.FADE + np.array([1.0, tokens, tokens * tokens, seconds, tokens * seconds])
-        count, x, xx, y, xy = self._sums
-        spread = count * xx - x * x
-        if count >= 8 and spread > 1e-6 * xx:
-            token = max(0.0, (count * xy - x * y) / spread)
-            base = max(1e-6, (y - token * x) / count)
-            self.base, self.token = base, max(token, 1e-4 * base)
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        """Take note of a step that ran so many rows with so many tokens in all."""
+        if tokens > self.LARGEST:
+            return
+        step = np.array([1.0, rows, max(0, tokens - rows)])
+        self._moments = self._moments * self.FADE + np.outer(step, step)
+        self._sums = self._sums * self.FADE + step * seconds
+        self.steps += 1
+        if self.known:
+            self.base, self.row, self.token = map(float, np.linalg.lstsq(self._moments, self._sums, rcond=1e-6)[0])
+
+    @property
+    def known(self) -> bool:
+        """Tell whether costs are seconds by now."""
+        return self.steps >= self.ENOUGH
+
+    def share(self, rows: int) -> float:
+        """Return what one row of so many adds to a step without drafts, if all carry the same."""
+        return max(1e-6, self.base + self.row * rows) / max(1, rows)
 
     def of(self, rows: int) -> Callable[[int], float]:
         """Return the cost of one row's share with n tokens in it, in a batch of so many rows; 1 = a plain step."""
-        base, token = self.base / max(1, rows), self.token
-        return lambda tokens: (base + token * tokens) / (base + token)
+        token = max(self.token / self.share(rows), 1e-4)
+        return lambda tokens: 1.0 + token * (tokens - 1)
 
 
 class _LateHint:
@@ -136,12 +157,6 @@ class _LateHint:
         if self._known is not None:
             self._known.ask(tool.name, slot, written)
 
-    @property
-    def coming(self) -> bool:
-        """Tell whether the sidecar still works on it."""
-        hint = self._known.poll() if self._known is not None else None
-        return hint is not None and not (hint.complete or hint.failed)
-
 
 @dataclass(eq=False)
 class _Row:
@@ -159,6 +174,8 @@ class _Row:
     """Rounds with drafts since a drafted token was accepted."""
     drafted: list[tuple[int, str]] = field(default_factory=list)
     offered: list[Draft] = field(default_factory=list)
+    tried: bool = False
+    """Whether drafts were made for the round."""
     paid: float = 0.0
     """Cost of verifying `drafted`, in plain steps; 0 while nothing was drafted for."""
     rounds: int = 0
@@ -183,25 +200,31 @@ class RowDrafter:
         self.cost = StepCost()
         self._last: tuple[float, int] | None = None
         """When the last drafts were given, and how many tokens the step behind verifies."""
+        self._drafting_s, self._gain = 0.0, 1.0
+        """Means over rounds that were drafted for: seconds that drafting took, and tokens that were accepted."""
         self.counts: Counter[str] = Counter()
         """requests, named (hints found by key), drafted, accepted_SOURCE, faults, .."""
 
-    def propose(self, sampled: Sequence[Sequence[int]], lengths: NDArray[Any], tokens: NDArray[Any]) -> list[list[int]]:
+    def propose(
+        self, sampled: Sequence[Sequence[int]], lengths: NDArray[Any], tokens: NDArray[Any], ran: int | None = None
+    ) -> list[list[int]]:
         """Return the drafted tokens of every row; never raises.
 
         sampled: new tokens of each row, [] while its prompt is not finished. lengths: [R] tokens of each row, the new
-        ones included. tokens: [R, L] the rows.
+        ones included. tokens: [R, L] the rows. ran: how many tokens the step before ran, where the engine says so.
         """
+        before = self._active
         try:
-            return self._propose(sampled, lengths, tokens)
+            return self._propose(sampled, lengths, tokens, ran)
         except Exception:
-            self._fault("a step")
+            self._active, self._last = before, None
+            self.fault("a step")
             return [[] for _ in sampled]
 
-    def _propose(self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any) -> list[list[int]]:
+    def _propose(self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, ran: int | None) -> list[list[int]]:
         start, before, self._active = time.perf_counter(), self._active, [None] * len(sampled)
         free = {id(row): row for row in before if row is not None}
-        steady = len(free) == len(before)
+        steady, went_on = len(free) == len(before), False
         drafts, verified = list[list[int]](), 0
         for index, new in enumerate(sampled):
             draft: list[int] = []
@@ -210,15 +233,15 @@ class RowDrafter:
             else:
                 whole = tokens[index, : int(lengths[index])]
                 row = self._find(before[index] if index < len(before) else None, free, whole, len(new))
-                steady = steady and row is not None and len(row.tokens) == len(whole) - len(new)
+                same = row is not None and len(row.tokens) == len(whole) - len(new)
+                steady, went_on = steady and same, went_on or same
                 row, draft = self._advance(row, whole, len(new), len(sampled))
                 self._active[index] = row
             drafts.append(draft)
             verified += 1 + len(draft)
         self._park(free.values())
-        waves = any(row is not None and row.hint is not None and row.hint.coming for row in self._active)
-        if steady and not waves and self._last is not None:  # the step before verified only, and had its cores alone
-            self.cost.observe(self._last[1], start - self._last[0])
+        if self._last is not None and went_on and (ran is not None or steady):  # the engine was not idle before
+            self.cost.observe(len(sampled), self._last[1] if ran is None else ran, start - self._last[0])
         self._last = time.perf_counter(), verified
         return drafts
 
@@ -230,11 +253,11 @@ class RowDrafter:
             unseen = len(whole) - new - len(row.tokens)
             if unseen:
                 self._commit(row, whole[len(row.tokens) : len(whole) - new].tolist(), drafted=False)
-                row.drafted, row.offered, row.paid = [], [], 0.0
+                row.drafted, row.offered, row.tried, row.paid = [], [], False, 0.0
             self._commit(row, whole[len(whole) - new :].tolist())
             return row, self._draft(row, rows)
         except Exception:
-            self._fault("a row")
+            self.fault("a row")
             return _Row(np.array(whole, dtype=np.int32)), []
 
     # ------------------------------------------------------------------ rows
@@ -242,8 +265,8 @@ class RowDrafter:
     def _find(self, likely: _Row | None, free: dict[int, _Row], whole: Tokens, new: int) -> _Row | None:
         """Return the request that these tokens go on with; it is taken out of those that are free.
 
-        Usually it ends where the new tokens begin. While drafts do not fit a batch (a row near the longest length), the
-        engine asks for none and rows go on unseen: then it may end earlier.
+        Usually it ends where the new tokens begin. Where an engine asks for no drafts for some steps, rows go on
+        unseen: then it may end earlier.
         """
         known = len(whole) - new
 
@@ -302,6 +325,8 @@ class RowDrafter:
         for source in sources[:right]:
             self.counts[f"accepted_{source}"] += 1
         row.vain = 0 if right else row.vain + bool(chain)
+        if drafted and row.tried:
+            self._gain = SLOWLY * self._gain + (1 - SLOWLY) * right
         if drafted:
             self._calibrator.observe(row.offered, written)
             if row.paid:
@@ -317,22 +342,28 @@ class RowDrafter:
 
     def _draft(self, row: _Row, rows: int) -> list[int]:
         """Choose the chain to verify next."""
-        row.drafted, row.offered, row.paid = [], [], 0.0
+        row.drafted, row.offered, row.tried, row.paid = [], [], False, 0.0
         room = min(self.max_tokens, self.max_length - len(row.tokens) - 1)
         if row.ended or row.context is None or room < 1:
             return []
         self.counts["rounds"] += 1
         cost = self.cost.of(rows)
         self._look_for_hint(row)
-        if row.vain < VAIN_ROUNDS or row.rounds % VAIN_STRIDE == 0:
+        if (row.vain < VAIN_ROUNDS and self._pays(rows)) or row.rounds % VAIN_STRIDE == 0:
+            start, row.tried = time.perf_counter(), True
             offered = [draft for proposer in row.proposers for draft in proposer.propose()]
             row.offered = [self._calibrator.calibrate(draft) for draft in offered]
             vocabulary = min(self.situation.codec.vocab_size, self.situation.vocabulary)
             row.drafted = best_chain(row.offered, room, cost, vocabulary, self._calibrator.rate)
+            self._drafting_s = SLOWLY * self._drafting_s + (1 - SLOWLY) * (time.perf_counter() - start)
         row.paid = cost(1 + len(row.drafted))
         self.counts["drafted"] += len(row.drafted)
         self.counts["rounds_without_draft"] += not row.drafted
         return [token for token, _ in row.drafted]
+
+    def _pays(self, rows: int) -> bool:
+        """Tell whether the steps that a row's drafts save take longer than to make them."""
+        return not self.cost.known or self._gain * self.cost.share(rows) >= self._drafting_s
 
     def _look_for_hint(self, row: _Row) -> None:
         """See whether the request has been named by now; its tools are better than what its prompt seemed to show."""
@@ -367,7 +398,8 @@ class RowDrafter:
                 row.learned = True
                 next(proposer for proposer in row.proposers if isinstance(proposer, CallProposer)).end()
 
-    def _fault(self, where: str) -> None:
+    def fault(self, where: str) -> None:
+        """Count the exception that is being handled; the first one is logged."""
         self.counts["faults"] += 1
         if self.counts["faults"] == 1:
             logger.exception("a fault while drafting for %s; the engine goes on (others are only counted)", where)

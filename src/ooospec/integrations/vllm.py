@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import copy
 import json
 import logging
 import os
@@ -47,6 +48,7 @@ TOKENIZE_FIELDS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs",
 )  # fmt: skip
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 TEMPLATE_FIELDS = ("reasoning_effort", "documents")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -135,28 +137,36 @@ class OooSpecProposer:
                 "at the same time; hints come when they come. Use another backend, or leave out --speculative-config."
             )
         self.max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
-        situation = read_situation(model)
-        remember = os.environ.get(MEMORY_VARIABLE, "1") != "0"
-        self._hints = _Hints()
-        self.drafter = RowDrafter(situation, self.max_tokens, int(model.max_model_len), self._hints, remember)
+        _keep_asking(vllm_config.speculative_config, self.max_tokens)
         self._drafts = parallel.rank % parallel.tensor_parallel_size == 0
         """Whether the scheduler takes this rank's drafts."""
+        self._hints = _Hints() if self._drafts else None
+        remember = os.environ.get(MEMORY_VARIABLE, "1") != "0"
+        self.drafter = RowDrafter(
+            read_situation(model), self.max_tokens, int(model.max_model_len), self._hints, remember
+        )
         self._replica = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
         self._report_at = self._log_at = 0.0
         self._reported = ""
-        atexit.register(self._report)
+        if self._drafts:
+            atexit.register(self._report)
 
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:  # fmt: skip
         """Return the draft of every row: at most `num_speculative_tokens` ids each, [] where nothing pays."""
-        if not self._drafts:
-            return [[] for _ in sampled_token_ids]
-        self._hints.drain()
-        drafts = self.drafter.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        if time.monotonic() > self._report_at:
-            self._report()
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._hints is None:
+            return drafts
+        try:
+            self._hints.drain()
+            ran = _tokens_run(slot_mappings)
+            drafts = self.drafter.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, ran)
+            if time.monotonic() > self._report_at:
+                self._report()
+        except Exception:
+            self.drafter.fault("the hints of a step")
         return drafts
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -180,6 +190,25 @@ class OooSpecProposer:
                 temporary.replace(f"{path}{self._replica}")
             except OSError as error:
                 logger.warning("%s=%s cannot be written: %s", STATS_VARIABLE, path, error)
+
+
+def _keep_asking(speculative: Any, most: int) -> None:
+    """Have vLLM ask for drafts up to the end of a row.
+
+    Otherwise it verifies `num_speculative_tokens` zeros in every row as soon as one row of the batch is so near the
+    longest length that a full draft would not fit. The drafter looks at each row's room itself.
+    """
+    longer = copy.copy(speculative.draft_model_config)
+    longer.max_model_len += most
+    speculative.draft_model_config = longer
+
+
+def _tokens_run(slot_mappings: Any) -> int | None:
+    """Return how many tokens the step before ran, padding included; None where vLLM does not tell."""
+    parts = slot_mappings if isinstance(slot_mappings, list) else [slot_mappings]
+    if not all(parts):
+        return None
+    return sum(int(next(iter(part.values())).shape[0]) for part in parts)
 
 
 def version_of_vllm() -> str:
@@ -277,6 +306,13 @@ def announce(tokenizer: Any, messages: Any, tools: Any = None, **template: Any) 
     return True
 
 
+def _has_media(messages: Any) -> bool:
+    """Tell whether messages hold images or the like, which `/tokenize` would fetch and process a second time."""
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type", "text") not in TEXT_PARTS for part in parts)
+
+
 class OooSpecMiddleware:
     """ASGI middleware for `vllm serve --middleware`: reads chat requests along with the server, changes nothing."""
 
@@ -302,6 +338,7 @@ class OooSpecMiddleware:
                 body.extend(message.get("body", b""))
                 if not message.get("more_body"):
                     mailbox = self._start(scope, bytes(body))
+                    body.clear()
             return message
 
         try:
@@ -314,7 +351,7 @@ class OooSpecMiddleware:
         """Submit the wave of a chat request; None where there is none to submit. Never raises."""
         try:
             asked = msgspec.json.decode(body)
-            if not isinstance(asked, dict) or asked.get("tool_choice") == "none":
+            if not isinstance(asked, dict) or asked.get("tool_choice") == "none" or _has_media(asked.get("messages")):
                 return None
             mailbox = self._announcer.submit(asked.get("messages"), asked.get("tools"))
         except msgspec.DecodeError:

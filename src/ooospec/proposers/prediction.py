@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from ooospec.core import Commit, DecodeContext, Draft
 
 MAX_MATCH, MIN_MATCH = 8, 2
@@ -19,6 +21,12 @@ class PredictedText:
         self._text = text
         self.offered = 0
         """How many of its tokens have been drafted, from the beginning."""
+        self._right: set[int] = set()
+
+    @property
+    def right(self) -> int:
+        """How many of those the target wrote."""
+        return sum(place < self.offered for place in self._right)
 
     def begin(self, context: DecodeContext) -> None:
         """Tokenize the prediction as it would follow the prompt."""
@@ -37,9 +45,13 @@ class PredictedText:
     def observe(self, commit: Commit) -> None:
         """Find the output's place in the prediction again: where it was, or the nearest place after it."""
         new = list(commit.tokens)
-        if self._at is not None and self._tokens[self._at : self._at + len(new)] == new:
-            self._at += len(new)
-            return
+        if self._at is not None:
+            pairs = zip(self._tokens[self._at :], new, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._right.update(range(self._at, self._at + same))
+            if same == len(new):
+                self._at += same
+                return
         output, known = self._context.output_ids, self._at or 0
         self._at = None
         for size in range(min(MAX_MATCH, len(output)), MIN_MATCH - 1, -1):

@@ -93,7 +93,7 @@ def usage(results: Sequence[Generation], choices: int = 1) -> dict[str, Any]:
     if not results:
         return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     prompt, output = sum(r.prompt_tokens for r in results[::choices]), sum(len(r.output_ids) for r in results)
-    accepted = sum(result.accepted_by_source.get("prediction", 0) for result in results)
+    accepted = sum(result.right_predicted_tokens for result in results)
     offered = sum(result.predicted_tokens for result in results)
     return {
         "prompt_tokens": prompt,
@@ -103,7 +103,7 @@ def usage(results: Sequence[Generation], choices: int = 1) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": sum(result.reasoning_tokens for result in results),
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": max(0, offered - accepted),
+            "rejected_prediction_tokens": offered - accepted,
         },
     }
 
@@ -175,6 +175,10 @@ def finish(done: ChoiceDone) -> dict[str, Any]:
     }  # fmt: skip
 
 
+KEPT_ROUNDS = 1000
+"""Rounds of a request that the inspector shows."""
+
+
 class ChatAnswer:
     """Builds a chat completion out of the worker's items."""
 
@@ -205,7 +209,7 @@ class ChatAnswer:
     def _step(self, item: Step, deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
         chances = item.commit.chances if self.body.logprobs else ()
         drawn = round_of(self.codec, item)
-        if item.choice == 0:
+        if item.choice == 0 and len(self._record["rounds"]) < KEPT_ROUNDS:
             self._record["rounds"].append(drawn)
         if not deltas and (chances or self.inspect):
             deltas = [{}]

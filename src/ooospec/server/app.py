@@ -22,6 +22,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ooospec.chat.template import RawPrompt
+from ooospec.errors import OooSpecError
+from ooospec.request import check_request
 from ooospec.runtime import Decoder
 from ooospec.server.answers import ChatAnswer, TextAnswer
 from ooospec.server.bodies import Body, ChatBody, CompletionBody
@@ -34,6 +36,8 @@ logger = logging.getLogger("ooospec.server")
 KEPT_FOR_INSPECTOR = 50
 INSPECT_HEADER = "x-ooospec-inspect"
 TRACE_HEADERS = ("traceparent", "tracestate")
+OF_A_COMPLETION = {"role": "user", "content": ""}
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class _State:
     started: float = field(default_factory=time.time)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_FOR_INSPECTOR))
 
+    def remember(self, record: dict[str, Any]) -> None:
+        """Keep what the inspector shows of a request."""
+        if self.settings.inspector:
+            self.recent.appendleft(record)
+
 
 def create_app(decoder: Decoder, settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
     """Build the application around a loaded decoder; the worker starts and ends with it. Raises UsageError."""
@@ -91,7 +100,7 @@ def create_app(decoder: Decoder, settings: ServerSettings, tracing: Tracing | No
         description="OpenAI-compatible chat completions with faster tool calls.",
     )  # fmt: skip
     app.state.ooospec = state
-    _add_errors(app)
+    _add_errors(app, metrics)
     app.add_middleware(_Limits, settings=settings)
     _add_routes(app, state)
     return app
@@ -104,25 +113,29 @@ def _error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, metrics: Metrics) -> None:
+    def answer(error: ApiError) -> JSONResponse:
+        metrics.errors.labels(str(error.status)).inc()
+        return _error_response(error)
+
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return _error_response(error)
+        return answer(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _error_response(validation_error(error.errors(), error.body))
+        return answer(validation_error(error.errors(), error.body))
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
         why = f": {error.__cause__}" if error.__cause__ is not None else ""  # such as a number of 5,000 digits
         text = f"{request.method} {request.url.path}: {error.detail}{why}"
-        return _error_response(ApiError(error.status_code, text, headers=dict(error.headers or {})))
+        return answer(ApiError(error.status_code, text, headers=dict(error.headers or {})))
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         logger.exception("unforeseen error")
-        return _error_response(as_api_error(error))
+        return answer(as_api_error(error))
 
 
 class _Limits:
@@ -182,16 +195,18 @@ def _add_routes(app: FastAPI, state: _State) -> None:
         options = body.options()
         unused = state.settings.exclude_unused_tools and body.tool_choice == "none"
         tools = None if unused else body.tools
+        _check(body.messages, tools, options)
         job = _job(state, request, body, body.messages, tools, options, body.n)
         state.worker.submit(job)
         inspect = INSPECT_HEADER in request.headers
-        return await _respond(request, body, job, ChatAnswer(codec, body, job.salt, inspect, state.recent.appendleft))
+        return await _respond(request, body, job, ChatAnswer(codec, body, job.salt, inspect, state.remember))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> Response:
         _check_model(settings, body.model)
         prompts = [_raw(state, prompt) for prompt in body.prompts()]
         options = body.options()
+        _check([OF_A_COMPLETION], None, options)
         job = _job(state, request, body, prompts, None, options, body.n * len(prompts))
         state.worker.submit(job)
         return await _respond(request, body, job, TextAnswer(codec, body, prompts))
@@ -265,6 +280,14 @@ def _raw(state: _State, prompt: str | list[int]) -> RawPrompt:
     return RawPrompt(state.decoder.loaded.codec.decode(prompt), tuple(prompt))
 
 
+def _check(messages: Any, tools: Any, options: dict[str, Any]) -> None:
+    """Refuse a wrong request at once, not when its turn has come. Raises ApiError."""
+    try:
+        check_request(messages, tools, **options)
+    except OooSpecError as error:
+        raise as_api_error(error) from error
+
+
 def _job(
     state: _State, request: Request, body: Body, messages: Any, tools: Any, options: dict[str, Any], choices: int
 ) -> Job:
@@ -287,7 +310,7 @@ def _job(
     trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
     return Job(
         make, choices, key, salt, loop, limit, arrived=arrived, trace=trace,
-        include_stop=body.include_stop_str_in_output,
+        prompt_field="prompt" if raw else "messages", include_stop=body.include_stop_str_in_output,
     )  # fmt: skip
 
 
@@ -304,7 +327,7 @@ async def _respond(request: Request, body: Body, job: Job, answer: Answer) -> Re
         raise first.error
     if body.stream:
         events = _stream(request, body, job, answer, first)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
     item: Item | None = first
     while not isinstance(item, AllDone):
         if item is None:
@@ -325,7 +348,7 @@ async def _next_item(request: Request, job: Job) -> Item | None:
             if done:
                 return waiting.result()
             if time.perf_counter() > job.arrived + job.time_limit_s + 1.0:
-                job.abort()
+                job.abort("timed_out")
                 return Failed(job.too_late())
         job.abort()
         return None

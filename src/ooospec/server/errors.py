@@ -37,20 +37,23 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Turn any exception into an answer; what nobody foresaw is a server error without its details."""
+def as_api_error(error: Exception, param: str = "messages") -> ApiError:
+    """Turn any exception into an answer; what nobody foresaw is a server error without its details.
+
+    `param` = the field that holds the prompt.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+        return ApiError(400, str(error), param=param, code="context_length_exceeded")
     if isinstance(error, ToolsError):
         return ApiError(400, str(error), param="tools")
     if isinstance(error, UsageError):
         if (message := _MESSAGE.match(str(error))) is not None:
             return ApiError(400, str(error), param=f"messages[{message[1]}]")
         found = _FIRST_WORD.match(str(error))
-        param = found[1] if found is not None and found[1] in _FIELDS else None
-        return ApiError(400, str(error), param=param)
+        field = found[1] if found is not None and found[1] in _FIELDS else None
+        return ApiError(400, str(error), param=field)
     return ApiError(500, "The request failed inside the server; its log says why.", "server_error")
 
 

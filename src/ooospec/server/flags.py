@@ -201,6 +201,8 @@ def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.sock
         "serving %s on http://%s:%d/v1%s", names[0], settings.host, settings.port,
         f", inspector at http://{settings.host}:{settings.port}/ui" if settings.ui else "",
     )  # fmt: skip
+    if not keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("no --api-key: whoever reaches %s can use the model and read the last requests", settings.host)
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.request_timeout)
     )

@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ooospec.core import BONUS, Commit
 from ooospec.generation import Generation
 
-MAX_POSITIONS = 16
-
 
 class Metrics:
     """Counts over all requests of one server."""
@@ -31,13 +29,18 @@ class Metrics:
         )
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", **make)
         self.output_tokens = Counter("vllm:generation_tokens", "Tokens written.", **make)
+        self.looked_up = Counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", **make)
         self.cached_tokens = Counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", **make)
         self.requests = Counter("vllm:request_success", "Requests answered.", ["finished_reason"], **make)
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests in the queue.", **make)
+        self.running = Gauge("vllm:num_requests_running", "Requests being decoded.", **make)
+        self.errors = Counter("ooospec:error_responses", "Answers that are an error, by status.", ["status"], **make)
         self.memory = Gauge("ooospec:memory_bytes", "What all memories of earlier calls take.", **make)
         self._counters = {
             "refused": Counter("ooospec:requests_refused", "Requests refused because the queue was full.", **make),
             "aborted": Counter("ooospec:requests_aborted", "Requests whose client went away.", **make),
+            "timed_out": Counter("ooospec:requests_timed_out", "Requests that took longer than allowed.", **make),
+            "dropped": Counter("ooospec:requests_dropped", "Requests ended because the server was stopped.", **make),
             "failed": Counter("ooospec:requests_failed", "Requests that failed inside the server.", **make),
             "memories_dropped": Counter(
                 "ooospec:memories_dropped", "Memories of keys and salts that made room.", **make
@@ -65,8 +68,8 @@ class Metrics:
         """Take a report of the worker."""
         if kind == "result":
             self._result(value[1])
-        elif kind == "waiting":
-            self.waiting.set(value)
+        elif kind in ("waiting", "running"):
+            (self.waiting if kind == "waiting" else self.running).set(value)
         elif kind == "memory_bytes":
             self.memory.set(value)
         else:
@@ -76,6 +79,7 @@ class Metrics:
         for commit in result.rounds:
             self._commit(commit)
         self.prompt_tokens.inc(result.prompt_tokens)
+        self.looked_up.inc(result.prompt_tokens)
         self.cached_tokens.inc(result.cached_tokens)
         self.output_tokens.inc(len(result.output_ids))
         self.requests.labels("length" if result.finish_reason == "length" else "stop").inc()
@@ -101,7 +105,7 @@ class Metrics:
         for position, source in enumerate(commit.sources):
             if source != BONUS:
                 self.accepted.labels(source).inc()
-                self.per_position.labels(str(min(position, MAX_POSITIONS - 1))).inc()
+                self.per_position.labels(str(position)).inc()
 
     def text(self) -> bytes:
         """Write all metrics in Prometheus's text format."""
@@ -113,12 +117,13 @@ def speculation_of(results: list[Generation]) -> dict[str, Any]:
     rounds = [commit for result in results for commit in result.rounds]
     drafted = [commit for commit in rounds if commit.drafted]
     by_source: dict[str, int] = {}
-    positions = [0] * MAX_POSITIONS
+    positions: list[int] = []
     for commit in drafted:
         for position, source in enumerate(commit.sources):
             if source != BONUS:
                 by_source[source] = by_source.get(source, 0) + 1
-                positions[min(position, MAX_POSITIONS - 1)] += 1
+                positions += [0] * (position + 1 - len(positions))
+                positions[position] += 1
     accepted = sum(by_source.values())
     hint = results[0].hint if results else None
     return {

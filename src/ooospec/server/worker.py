@@ -85,9 +85,12 @@ class Job:
     """When its turn came."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Headers that may continue a client's trace."""
+    prompt_field: str = "messages"
+    """Which field of the body holds the prompt."""
     include_stop: bool = False
     """A stop string that ends an answer is shown."""
-    aborted: bool = False
+    aborted: str = ""
+    """Why it ends early: "aborted" by its client, "timed_out", or "dropped" by the server."""
     first: Request | None = None
 
     def send(self, item: Item) -> None:
@@ -99,9 +102,9 @@ class Job:
         """Say that the time is over."""
         return ApiError(408, f"The request took longer than {self.time_limit_s:g} s.", "timeout_error")
 
-    def abort(self) -> None:
+    def abort(self, why: str = "aborted") -> None:
         """Ask for the end; the worker stops within one round."""
-        self.aborted = True
+        self.aborted = self.aborted or why
         request = self.first
         if request is not None:
             request.stop()
@@ -120,6 +123,8 @@ class Worker(threading.Thread):
         self._changed = threading.Condition()
         self._ending = False
         self._job: Job | None = None
+        self._left: list[Request] = []
+        """Of jobs whose clients left the queue: launched, to be closed by this thread."""
         self._memories: OrderedDict[str, tuple[Memory, int]] = OrderedDict()
         """By API key and salt, with the bytes after its last use; the one used longest ago is dropped first."""
         self._memories_total = 0
@@ -146,14 +151,15 @@ class Worker(threading.Thread):
             self._changed.notify()
 
     def _forget_aborted(self) -> None:
-        """Drop waiting jobs whose client has gone away; what they launched is released by the worker."""
+        """Drop waiting jobs whose client has gone away; what they launched is closed by the worker."""
         for key, queue in list(self._queues.items()):
-            gone = [job for job in queue if job.aborted and job.first is None]
-            for job in gone:
+            for job in [job for job in queue if job.aborted]:
                 queue.remove(job)
-                self._observe("aborted", 1)
+                self._left += [job.first] if job.first is not None else []
+                self._observe(job.aborted, 1)
             if not queue:
                 del self._queues[key]
+        self._observe("waiting", sum(map(len, self._queues.values())))
 
     def drain(self, timeout_s: float) -> None:
         """Take no more jobs, finish those that are here, and end."""
@@ -175,17 +181,19 @@ class Worker(threading.Thread):
             jobs += [self._job] if self._job is not None else []
         for job in jobs:
             job.send(Failed(ApiError(503, "The server was stopped before the answer was whole.", "server_error")))
-            job.abort()
+            job.abort("dropped")
 
     # ------------------------------------------------------------------ the thread
 
     def run(self) -> None:
         """Serve until drained."""
         while (job := self._next()) is not None:
+            self._observe("running", 1)
             try:
                 self._serve(job)
             except Exception as error:  # whatever it was, the next job is served
                 logger.exception("after request %s", job.id, exc_info=error)
+            self._observe("running", 0)
             with self._changed:
                 self._job = None
 
@@ -205,36 +213,41 @@ class Worker(threading.Thread):
 
     def _serve(self, job: Job) -> None:
         start = job.started = time.perf_counter()
+        whole = False
         try:
             for choice in range(job.choices):
                 if job.aborted:
                     break
                 self._decode(job, choice)
+            else:
+                whole = True
             job.send(AllDone())
         except RequestStopped:
             if not job.aborted:
+                job.aborted = "timed_out"
                 job.send(Failed(job.too_late()))
         except Exception as error:
             self._fail(job, error)
+            whole = True
         finally:
             if job.first is not None:
                 job.first.close()
-            if job.aborted:
-                self._observe("aborted", 1)
+            if job.aborted and not whole:
+                self._observe(job.aborted, 1)
             self._mean_s += 0.2 * (time.perf_counter() - start - self._mean_s)
 
     def _fail(self, job: Job, error: Exception) -> None:
         if not isinstance(error, OooSpecError | ApiError):
             logger.error("request %s failed", job.id, exc_info=error)
             self._observe("failed", 1)
-        job.send(Failed(as_api_error(error)))
+        job.send(Failed(as_api_error(error, job.prompt_field)))
 
     def _decode(self, job: Job, choice: int) -> None:
         request = job.first if choice == 0 and job.first is not None else self._build(job, choice)
         job.first = request
         request.deadline = job.arrived + job.time_limit_s
         if job.aborted:
-            return
+            raise RequestStopped("The client left.")
         pipe = TextPipe(self.decoder.loaded.codec, request, job.include_stop)
         rounds = request.run()
         try:
@@ -254,12 +267,17 @@ class Worker(threading.Thread):
         return job.make(self.decoder, choice, self._memory(job.salt))
 
     def _look_ahead(self) -> None:
-        """Start the waves of waiting requests where the sidecar has cores of its own, so that their hints are ready."""
-        if not self.decoder.waves_run_ahead:
-            return
+        """Start the wave of a waiting request where the sidecar has cores of its own, so that its hint is ready.
+
+        One a round: to render and tokenize it takes time that the running answer waits.
+        """
         with self._changed:
-            waiting = [job for queue in self._queues.values() for job in queue if job.first is None and not job.aborted]
-        for job in waiting:
+            left, self._left = self._left, []
+            queued = [job for queue in self._queues.values() for job in queue]
+        for request in left:
+            request.close()
+        waiting = [job for job in queued if job.first is None and not job.aborted]
+        for job in waiting[:1] if self.decoder.waves_run_ahead else ():
             try:
                 request = self._build(job, 0)
                 request.launch()
@@ -276,6 +294,7 @@ class Worker(threading.Thread):
                         queue.remove(job)
                         if not queue:
                             del self._queues[job.key]
+                    self._observe("waiting", sum(map(len, self._queues.values())))
 
     def _memory(self, key: str) -> Memory:
         if key not in self._memories:

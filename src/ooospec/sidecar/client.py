@@ -19,7 +19,7 @@ import zmq
 from ooospec.core import Slot, Tool
 from ooospec.errors import SidecarError
 from ooospec.sidecar import protocol
-from ooospec.sidecar.mailbox import Mailbox, Turns
+from ooospec.sidecar.mailbox import USELESS_HINTS, Mailbox, Turns
 from ooospec.sidecar.process import SidecarProcess
 from ooospec.sidecar.protocol import (
     Announce,
@@ -64,7 +64,8 @@ class SidecarClient:
         self._followed: OrderedDict[int, Mailbox] = OrderedDict()
         self.warnings: Counter[str] = Counter()
         self.model = ""
-        self.turns = Turns()
+        self.turns, self.worth = Turns(), Turns(USELESS_HINTS)
+        """Whether waves are waited for: by whether answers come, and by whether hints are of use."""
         self._unanswered_since: float | None = None
         self._retry_at, self._retry_delay = 0.0, FIRST_RETRY_SECONDS
         self._socket: zmq.Socket[bytes] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from ooospec.sidecar.client import SidecarClient
 
 MAX_TURNS_LOST = 16
+USELESS_HINTS = 3
+"""So many hints in a row may be of no use before waves are waited for less often."""
 WAVE_SECONDS = 20.0
 """After this long a wave no longer counts as working; its answers still do if they come."""
 
@@ -36,6 +39,7 @@ class Mailbox:
         self.wave: Done | None = None
         self.stopped = False
         """The last wave was cut short."""
+        self._waited = False
         self._questions: set[tuple[str, str, str]] = set()
 
     def poll(self) -> Hint:
@@ -43,26 +47,35 @@ class Mailbox:
         self._client.receive()
         return self.hint
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the wave is over."""
+    def wait(self, timeout_s: float, check: Callable[[], None] | None = None) -> None:
+        """Wait until the wave is over, or until `check` raises."""
         end = time.monotonic() + timeout_s
         while self.working and time.monotonic() < end:
+            if check is not None:
+                check()
             self.poll()
             time.sleep(0.001)
 
-    def take_turn(self, timeout_s: float) -> None:
+    def take_turn(self, timeout_s: float, check: Callable[[], None] | None = None) -> None:
         """Give the wave the cores until it is over, then stop it; what has come stays.
 
         A sidecar that has not answered the request before gets no turn; one that was waited for in vain gets none for
-        the next 2, 4, .. `MAX_TURNS_LOST` requests, unless it answers before.
+        the next 2, 4, .. `MAX_TURNS_LOST` requests, unless it answers before, and so does one whose last hints were of
+        no use (see `judge`). Raises what `check` raises, which is called while it waits.
         """
-        if self._client.turns.due() and self._client.answered_all_but(self):
+        if self._client.turns.due() and self._client.worth.due() and self._client.answered_all_but(self):
             before = self.hint.payload_bytes
-            self.wait(timeout_s)
+            self._waited = True
+            self.wait(timeout_s, check)
             self._client.turns.taken(not self.working or self.hint.payload_bytes > before)
         if self.working:
             self.stopped = True
             self._client.cancel(self)
+
+    def judge(self, useful: bool) -> None:
+        """Take note, at the end of the request, of whether the hint was worth its turn."""
+        if self._waited and self.hint.function is not None:
+            self._client.worth.taken(useful)
 
     @property
     def working(self) -> bool:
@@ -130,8 +143,9 @@ class Mailbox:
 class Turns:
     """Decides whether the next wave is waited for: less and less often while waiting was in vain."""
 
-    def __init__(self) -> None:
-        self._vain = self._skip = 0
+    def __init__(self, patience: int = 0) -> None:
+        """`patience` = so many times in a row it may be in vain first."""
+        self._patience, self._vain, self._skip = patience, 0, 0
 
     def due(self) -> bool:
         """Tell whether the next request may wait; asked once a request."""
@@ -141,7 +155,8 @@ class Turns:
     def taken(self, useful: bool) -> None:
         """Take note of what a wait brought."""
         self._vain = 0 if useful else self._vain + 1
-        self._skip = min(2**self._vain, MAX_TURNS_LOST) + 1 if self._vain else 0
+        over = self._vain - self._patience
+        self._skip = min(2**over, MAX_TURNS_LOST) + 1 if over > 0 else 0
 
 
 def _chance(percent: int) -> float:
