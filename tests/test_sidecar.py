@@ -100,17 +100,16 @@ def test_a_sidecar_that_was_waited_for_in_vain_gets_its_turn_again():
 
 def test_hints_of_no_use_cost_fewer_and_fewer_turns(decoder, tiny_llama, tools, monkeypatch):
     """The sidecar answers at once; the target writes something else altogether."""
-    waited = []
+    waited, answers = [], []
     wait = Mailbox.wait
-    monkeypatch.setattr(Mailbox, "wait", lambda mailbox, *limits: (waited.append(number), wait(mailbox, *limits)))
+    monkeypatch.setattr(Mailbox, "wait", lambda box, *limits: (waited.append(len(answers)), wait(box, *limits)))
     made = decoder("good", TURNS)
     expected = reference(tiny_llama, tools)
-    for number in range(20):
-        result = made.generate(MESSAGES, tools, max_new_tokens=40)
-        assert result.output_ids == expected and "hint" not in result.accepted_by_source
+    for _ in range(20):
+        answers.append(made.generate(MESSAGES, tools, max_new_tokens=40))
+        assert answers[-1].output_ids == expected and "hint" not in answers[-1].accepted_by_source
     assert waited == [0, 1, 2, 3, 6, 11]
     made._client.worth.taken(True)
-    number = 20
     made.generate(MESSAGES, tools, max_new_tokens=40)
     assert waited[-1] == 20
 

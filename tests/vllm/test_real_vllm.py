@@ -26,6 +26,8 @@ TIE_GAP = 0.05
 TARGET = "qwen2.5-coder-0.5b-instruct"
 SMALL_CACHE = ("--block-size", "32", "--num-gpu-blocks-override", "38", "--no-enable-prefix-caching")
 """Room for two requests that have just begun, and not for what they write."""
+IN_PIECES = ("--max-num-batched-tokens", "256", "--max-num-seqs", "16")
+"""No prompt of the tests fits one step."""
 CITIES = ("Oslo", "Rome", "Kuala Lumpur", "São José", "Nuuk", "Port-au-Prince", "Ulaanbaatar", "Reykjavík", "Ålesund")
 
 
@@ -78,7 +80,7 @@ def check(rows, plain):
 def test_a_batch_of_eight_writes_what_plain_vllm_writes_with_the_sidecar_or_without(settings, plain, tmp_path):
     """Rows join and finish all the time; every request must be named, and none may get another one's draft."""
     log = tmp_path / "ooo.log"
-    with served(settings, "ooo", log) as at:
+    with served(replace(settings, extra=IN_PIECES), "ooo", log) as at:
         rows = asyncio.run(_measure(settings, "ooo", {"demo": asked()}, at, Silent(), 0, 30))
         metrics = httpx.get(at.url.removesuffix("/v1") + "/metrics").text
         forced = asyncio.run(ask_forced(settings, at.url, asked()[6]))
@@ -91,15 +93,19 @@ def test_a_batch_of_eight_writes_what_plain_vllm_writes_with_the_sidecar_or_with
         after = asyncio.run(_measure(settings, "ooo", {"demo": asked()[:8]}, at, Silent(), 0, 8))
     assert len(rows) == 30 and check(rows, plain) >= 29
     assert counts.get("faults", 0) == 0 and counts["named"] >= 25 and counts["accepted_hint"] > 200
-    accepted = sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines()
-                   if line.startswith("vllm:spec_decode_num_accepted_tokens_total"))  # fmt: skip
-    assert accepted > 200
+    assert metric(metrics, "vllm:spec_decode_num_accepted_tokens_total") > 200
+    assert metric(metrics, "vllm:prefix_cache_hits_total") > 0
     assert forced["function"]["name"] in {tool["function"]["name"] for tool in asked()[6].tools}
     check(after, plain)
     expected = {row.request: row for row in rows}
     for request, (ids, finish_reason) in zip(asked()[5:8], streamed, strict=True):
         assert finish_reason == expected[request.id].finish_reason
         assert ids == expected[request.id].output_ids
+
+
+def metric(text: str, name: str) -> float:
+    """Sum a metric up over its labels."""
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
 
 
 def stream(settings, url, request):
@@ -137,10 +143,20 @@ def test_rows_that_are_preempted_come_back_as_themselves(settings, plain, tmp_pa
     with served(small, "ooo", log) as at:
         rows = asyncio.run(_measure(small, "ooo", {"demo": asked()[6:12]}, at, Silent(), 0, 6))
         metrics = httpx.get(at.url.removesuffix("/v1") + "/metrics").text
+        assert metric(metrics, "vllm:num_preemptions_total") > 0, "the cache was not small enough for this test"
+        full = asyncio.run(fill(small, at.url, asked()[6]))
+        counts = stats(small, log, at)
+        metrics = httpx.get(at.url.removesuffix("/v1") + "/metrics").text
     check(rows, plain)
-    preempted = [float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines()
-                 if line.startswith("vllm:num_preemptions_total")]  # fmt: skip
-    assert sum(preempted) > 0, "the cache was not small enough for this test"
+    assert full["finish_reason"] == "length" and len(full["token_ids"]) > 100
+    drafted = metric(metrics, "vllm:spec_decode_num_draft_tokens_total")
+    assert 0 < drafted <= counts["drafted"], "vLLM verified tokens that nobody drafted"
+
+
+async def fill(settings, url, request):
+    """Have a request write on to the longest length that the server allows."""
+    async with httpx.AsyncClient(timeout=300) as client:
+        return await _ask(client, settings, url, request.messages, request.tools, max_tokens=None, ignore_eos=True)
 
 
 def _is_sidecar(process: Path) -> bool:

@@ -95,8 +95,6 @@ class StepCost:
     """Relative costs before anything is known."""
     ENOUGH = 8
     """Steps before anything is."""
-    LARGEST = 256
-    """Steps with more tokens are prefill, whose tokens cost otherwise."""
 
     def __init__(self) -> None:
         self._moments, self._sums, self.steps = np.zeros((3, 3)), np.zeros(3), 0
@@ -104,8 +102,6 @@ class StepCost:
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Take note of a step that ran so many rows with so many tokens in all."""
-        if tokens > self.LARGEST:
-            return
         step = np.array([1.0, rows, max(0, tokens - rows)])
         self._moments = self._moments * self.FADE + np.outer(step, step)
         self._sums = self._sums * self.FADE + step * seconds
@@ -224,7 +220,7 @@ class RowDrafter:
     def _propose(self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, ran: int | None) -> list[list[int]]:
         start, before, self._active = time.perf_counter(), self._active, [None] * len(sampled)
         free = {id(row): row for row in before if row is not None}
-        steady, went_on = len(free) == len(before), False
+        steady = len(free) == len(before)
         drafts, verified = list[list[int]](), 0
         for index, new in enumerate(sampled):
             draft: list[int] = []
@@ -233,14 +229,13 @@ class RowDrafter:
             else:
                 whole = tokens[index, : int(lengths[index])]
                 row = self._find(before[index] if index < len(before) else None, free, whole, len(new))
-                same = row is not None and len(row.tokens) == len(whole) - len(new)
-                steady, went_on = steady and same, went_on or same
+                steady = steady and row is not None and len(row.tokens) == len(whole) - len(new)
                 row, draft = self._advance(row, whole, len(new), len(sampled))
                 self._active[index] = row
             drafts.append(draft)
             verified += 1 + len(draft)
         self._park(free.values())
-        if self._last is not None and went_on and (ran is not None or steady):  # the engine was not idle before
+        if self._last is not None and steady:  # no prefill, whose tokens cost otherwise, and no pause before it
             self.cost.observe(len(sampled), self._last[1] if ran is None else ran, start - self._last[0])
         self._last = time.perf_counter(), verified
         return drafts
