@@ -49,10 +49,12 @@ def ask(
     return first, time.perf_counter() - start, written
 
 
-def measure(client: openai.OpenAI, requests: list[BenchRequest]) -> tuple[dict[str, list[tuple[float, float]]], int]:
-    """Ask everything both ways; return (first, total) by mode, and how many answers differ."""
+def measure(
+    client: openai.OpenAI, requests: list[BenchRequest]
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, dict[str, str]]]:
+    """Ask everything both ways; return (first, total) by mode, and the answers that differ by request and mode."""
     model = client.models.list().data[0].id
-    run, times, other = secrets.token_hex(4), {mode: [] for mode in MODES}, 0
+    run, times, other = secrets.token_hex(4), {mode: [] for mode in MODES}, {}
     for number, request in enumerate(track(requests, "requests", console=Console(stderr=True))):
         answers = {}
         for mode in MODES if number % 2 else MODES[::-1]:
@@ -60,7 +62,8 @@ def measure(client: openai.OpenAI, requests: list[BenchRequest]) -> tuple[dict[s
             ask(client, model, [*system, OTHER_USER], request.tools, salt, mode, 1)
             first, total, answers[mode] = ask(client, model, list(request.messages), request.tools, salt, mode, 256)
             times[mode].append((first, total))
-        other += len(set(answers.values())) > 1
+        if len(set(answers.values())) > 1:
+            other[request.id] = answers
     return times, other
 
 
@@ -83,13 +86,16 @@ def main() -> None:
         "ratio of sums",
     )
     lines = ["| " + " | ".join((*heads, "equal")) + " |", "|---" * (len(heads) + 1) + "|"]
+    differ: dict[str, dict[str, str]] = {}
     for name in ("api_bank", "toolalpaca", "bfcl"):
         times, other = measure(client, suite("quick", name, load_benchmark(name, arguments.data))[: arguments.limit])
+        differ |= other
         firsts, totals = ([statistics.median(t[i] for t in times[mode]) for mode in MODES] for i in (0, 1))
         ratio = sum(total for _, total in times["plain"]) / sum(total for _, total in times["OoO-Spec"])
         count, shown = len(times["plain"]), [f"{seconds:.2f} s" for seconds in (*firsts, *totals)]
-        cells = (name, str(count), *shown, f"{ratio:.2f}x", f"{count - other}/{count}")
+        cells = (name, str(count), *shown, f"{ratio:.2f}x", f"{count - len(other)}/{count}")
         lines.append("| " + " | ".join(cells) + " |")
+    lines += [f"differs: {request} {mode}: {text!r}" for request, both in differ.items() for mode, text in both.items()]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
