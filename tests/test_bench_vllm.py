@@ -97,7 +97,7 @@ def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
     }
     assert {(r.request, r.gap) for r in rows if not r.identical} == {("r1", 0.2), ("r2", 4.0)}
     text = (tmp_path / "vllm.md").read_text()
-    assert "## org/model, cold prefix, all cores shared\n" in text
+    assert "## org/model, cold prefix, all cores shared\n" in text and "- Command: `" in text
     assert "- ngram: 4 of 6; 2 others, 1 of them near-ties (gaps 0.200, 4.000)" in text
     assert "- ooo: 6 of 6\n" in text
     line = next(line for line in text.splitlines() if line.startswith("| demo | 1 | 3 |"))
@@ -109,7 +109,7 @@ def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
 
 @pytest.mark.parametrize(
     ("levels", "count", "sizes"),
-    [((1, 4, 8), 16, [4, 4, 8]), ((1, 2), 5, [3, 2]), ((8,), 3, [3]), ((1, 32), 9, [1, 8])],
+    [((1, 4, 8), 16, [4, 4, 8]), ((1, 2), 5, [3, 2]), ((8,), 3, [3]), ((1, 32), 9, [1, 8]), ((1, 32), 7, [1, 6])],
 )
 def test_a_large_concurrency_gets_enough_requests_to_be_reached(levels, count, sizes):
     dealt = vllm_engine.deal(list(range(count)), levels)
@@ -119,8 +119,14 @@ def test_a_large_concurrency_gets_enough_requests_to_be_reached(levels, count, s
 
 def test_a_folder_of_other_requests_is_not_gone_on_with(stub, tmp_path):
     run_vllm_bench(settings("plain"), {"demo": REQUESTS["demo"][:4]}, tmp_path, Silent())
-    with pytest.raises(UsageError, match="has 4 requests of org/model, these settings choose 6"):
+    with pytest.raises(UsageError, match="has 4 requests of org/model, these settings choose 6 or share"):
         run_vllm_bench(settings("plain", "ooo"), REQUESTS, tmp_path, Silent())
+    with pytest.raises(UsageError, match="choose 4 or share them out otherwise"):
+        few = {"demo": REQUESTS["demo"][:4]}
+        run_vllm_bench(settings("plain", "ooo", concurrency=(1, 8)), few, tmp_path, Silent())
+    with pytest.raises(UsageError, match="1 requests of a benchmark cannot be shared out to 2 concurrencies"):
+        run_vllm_bench(settings("plain"), {"demo": REQUESTS["demo"][:1]}, tmp_path / "none", Silent())
+    (tmp_path / "runs.jsonl").unlink()  # as in a folder of an earlier version
     run_vllm_bench(settings("plain", "ooo"), {"demo": REQUESTS["demo"][:4]}, tmp_path, Silent())
     assert [row.method for row in read_rows(tmp_path / "vllm.jsonl")] == ["plain"] * 4 + ["ooo"] * 4
 
@@ -129,7 +135,10 @@ def test_a_warm_prefix_is_what_another_user_asked_with_the_same_tools_and_system
     asked, _ = stub
     said = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "1"})
     run_vllm_bench(
-        settings("plain", prefix="warm"), {"demo": [BenchRequest("r1", said, ({"name": "f"},))]}, tmp_path, Silent()
+        settings("plain", prefix="warm", concurrency=(1,)),
+        {"demo": [BenchRequest("r1", said, ({"name": "f"},))]},
+        tmp_path,
+        Silent(),
     )
     before, timed = [body for _, body in asked if len(body["messages"]) == 2][:2]
     assert before["messages"] == [said[0], vllm_engine.OTHER_USER] and before["max_tokens"] == 1

@@ -257,9 +257,16 @@ def test_what_a_step_ran_is_learned_from_but_not_while_rows_join_or_after_a_paus
     assert seen == []
     engine.step()
     assert seen == [(2, 100)]
+    both = engine.rows
+    engine.keep([0])
+    engine.step()
+    assert seen[1:] == [(1, 100)]
+    engine.rows, engine.drafts = both, [*engine.drafts, []]  # the engine reads what the other row had again
+    engine.step()
+    assert len(seen) == 2
     engine.rows, engine.drafts = [Asked(codec, 3, "Rio")], []
     engine.step()
-    assert len(seen) == 1
+    assert len(seen) == 2
 
 
 def test_rows_are_drafted_for_now_and_then_while_drafting_takes_longer_than_it_saves(codec, make):

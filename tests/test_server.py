@@ -209,7 +209,7 @@ def test_metrics_add_up(client):
     assert metric("vllm:spec_decode_num_drafts_total") == sum(s["num_drafts"] for s in speculation)
     assert metric("vllm:spec_decode_num_draft_tokens_total") == sum(s["num_draft_tokens"] for s in speculation)
     assert metric("vllm:spec_decode_num_accepted_tokens_total") == sum(s["num_accepted_tokens"] for s in speculation)
-    assert metric("vllm:num_requests_running") == 0 and metric("vllm:prefix_cache_queries_total") > 0
+    assert metric("vllm:prefix_cache_queries_total") > 0
     assert metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == sum(
         s["num_accepted_tokens"] for s in speculation
     )

@@ -102,6 +102,7 @@ def test_bodies_that_are_no_json_or_too_large(scripted_decoder):
             response = client.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
             assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
         big = client.post("/v1/chat/completions", json=body("x" * 5000))
+        assert 'ooospec:error_responses_total{status="413"} 1.0' in client.get("/metrics").text
         assert big.status_code == 413 and "this server takes 4000" in big.json()["error"]["message"]
         assert client.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found"
         assert client.get("/v1/chat/completions").status_code == 405
@@ -148,6 +149,7 @@ def test_api_keys(scripted_decoder):
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         assert client.post("/v1/chat/completions", json=body(), headers={"authorization": "Bearer secret"}).is_success
         assert client.get("/v1/models").status_code == 401 and client.get("/health").status_code == 200
+        assert 'ooospec:error_responses_total{status="401"} 4.0' in client.get("/metrics").text
 
 
 def test_a_fault_in_mid_stream_is_an_event_and_the_next_request_works(client, scripted_decoder):

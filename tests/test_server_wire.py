@@ -124,13 +124,16 @@ def test_the_time_limit_counts_the_queue(scripted_decoder):
         second = httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60)
         first.join()
         assert second.status_code == 408 and time.monotonic() - start < 5
+        text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
+        assert "ooospec:requests_timed_out_total 2.0" in text and "vllm:num_requests_running 0.0" in text
 
 
 def test_what_is_wrong_is_said_at_once_not_when_its_turn_has_come(scripted_decoder):
     scripted_decoder.target.delay_s = 0.02
     wrong = (
         {"temperature": -1}, {"tool_choice": {"type": "function", "function": {"name": "x"}}},
-        {"response_format": {"type": "x"}}, {"messages": [{"role": "nobody", "content": "x"}]},
+        {"response_format": {"type": "x"}}, {"response_format": {"type": "json_object"}},
+        {"messages": [{"role": "nobody", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     )  # fmt: skip
     with Served(scripted_decoder) as served:
@@ -138,14 +141,16 @@ def test_what_is_wrong_is_said_at_once_not_when_its_turn_has_come(scripted_decod
         with httpx.stream("POST", f"{served.url}/chat/completions", json=sent, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
+            metrics = f"{served.url.removesuffix('/v1')}/metrics"
+            assert "vllm:num_requests_running 1.0" in httpx.get(metrics).text
             for more in wrong:
                 assert httpx.post(f"{served.url}/chat/completions", json={**body(), **more}).status_code == 400
             raw = {"model": "tiny", "prompt": "hi", "top_p": 7}
             assert httpx.post(f"{served.url}/completions", json=raw).json()["error"]["param"] == "top_p"
             left = [line for line in lines if line.startswith("data: {")]
-        text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
+        text = httpx.get(metrics).text
     assert len(left) > 100  # the request before them was still running
-    assert 'ooospec:error_responses_total{status="400"} 6.0' in text
+    assert 'ooospec:error_responses_total{status="400"} 7.0' in text
 
 
 def test_clients_that_left_the_queue_do_not_fill_it(scripted_decoder):

@@ -116,6 +116,7 @@ def test_hints_of_no_use_cost_fewer_and_fewer_turns(decoder, tiny_llama, tools, 
 
 def test_a_request_that_is_stopped_does_not_wait_for_its_wave(decoder, tools, monkeypatch):
     monkeypatch.setattr("ooospec.runtime.TURN_S", 60.0)
+    monkeypatch.setattr("ooospec.sidecar.mailbox.WAVE_SECONDS", 60.0)
     made = decoder("hang", TURNS)
     request = made.request(MESSAGES, tools)
     threading.Timer(0.2, request.stop).start()
@@ -257,6 +258,25 @@ def test_a_sidecar_that_does_not_answer_again_is_asked_once(decoder, placement, 
         time.sleep(0.02)
     assert request.result().text == CALL and len(request.mailbox.numbers) == 2
     assert time.monotonic() - start < 5
+
+
+def test_a_request_that_is_stopped_while_it_asks_again_is_no_fault_of_a_proposer(decoder, monkeypatch):
+    monkeypatch.setattr("ooospec.runtime.TURN_S", 60.0)
+    monkeypatch.setattr("ooospec.sidecar.mailbox.WAVE_SECONDS", 60.0)
+    runner = decoder("deaf", TURNS)
+    runner.target = ByPrompt(runner.loaded.codec)
+    request = runner.request([{"role": "user", "content": "Rome; the weather there"}], [WEATHER], memory=Memory())
+    wait = Mailbox.wait
+
+    def stopped_at_the_question(mailbox, *limits):
+        if len(mailbox.numbers) > 1:
+            threading.Timer(0.2, request.stop).start()
+        wait(mailbox, *limits)
+
+    monkeypatch.setattr(Mailbox, "wait", stopped_at_the_question)
+    with pytest.raises(RequestStopped):
+        list(request.run())
+    assert len(request.mailbox.numbers) == 2 and runner.warnings == {} and not runner.faults
 
 
 def test_two_engines_on_one_sidecar_do_not_mix_hints(tools):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ooospec.calibration import Calibrator
 from ooospec.core import BONUS, Commit, DecodeContext, Draft, Proposer, TopTokens
-from ooospec.errors import ContextLengthError
+from ooospec.errors import ContextLengthError, RequestStopped
 from ooospec.planner import Budget, Planner
 from ooospec.stopping import Limits
 from ooospec.target.model import TargetModel
@@ -115,6 +115,8 @@ class _Sources:
         for proposer in tuple(self._proposers):
             try:
                 what(proposer)
+            except RequestStopped:
+                raise
             except Exception:
                 self._leave_out(proposer)
 
@@ -124,6 +126,8 @@ class _Sources:
         for proposer in tuple(self._proposers):
             try:
                 drafts += proposer.propose()
+            except RequestStopped:  # while it waited for the sidecar
+                raise
             except Exception:
                 self._leave_out(proposer)
         return drafts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ooospec.calibration import Calibrator
 from ooospec.chat.answer import THINK, AnswerStream, Content, Reasoning, ThinkSplitter
-from ooospec.chat.choice import FirstCall, read_response_format, read_tool_choice
+from ooospec.chat.choice import FirstCall, ToolChoice, read_response_format, read_tool_choice
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.schema import openai_tools
 from ooospec.chat.template import Conversation, RawPrompt, check_content, plain_text, read_request, render
@@ -26,6 +26,7 @@ from ooospec.methods import Setup, method_named
 from ooospec.planner import Budget, check_policy
 from ooospec.proposers.prediction import PredictedText
 from ooospec.sampling import Constraint, Sampling, make_chooser
+from ooospec.sidecar.boilerplate import Boilerplate
 from ooospec.sidecar.mailbox import Mailbox
 from ooospec.stopping import Limits
 from ooospec.target.stock import stock_decode
@@ -39,14 +40,25 @@ MAX_VAIN_QUESTIONS = 2
 ANSWER_PAYS = 4
 """So many accepted tokens of a hint are worth waiting for it: about a pass of the target or two."""
 
+ENOUGH_OUTPUT = 4 * ANSWER_PAYS
+"""Tokens behind which an answer that was cut at its longest length tells whether its hint was of use."""
+
 
 def check_request(messages: Any, tools: Any = None, **options: Any) -> None:
     """Raise what `Request` would raise for the same arguments, as far as it takes neither decoder nor time to tell."""
     checked, known, _ = read_request(messages, tools)
     check_content(checked)
-    read_tool_choice(options.get("tool_choice"), known)
-    read_response_format(options.get("response_format"))
+    schema = read_response_format(options.get("response_format"))
+    _check_grammar(read_tool_choice(options.get("tool_choice"), known), tools, known, schema)
     Sampling.of({name: options[name] for name in Sampling.__dataclass_fields__ if name in options})
+
+
+def _check_grammar(choice: ToolChoice, given: Any, known: Sequence[Tool], schema: Any) -> None:
+    """Raise UsageError where what the answer must be is asked for twice, or needs tools that were not `given`."""
+    if schema is not None and choice.active(known):
+        raise UsageError("response_format and tools cannot be combined; use tool_choice none or leave one out.")
+    if choice.forced and not given:
+        raise UsageError("tool_choice required needs tools in the request itself, not in the system prompt.")
 
 
 def _later(ms: float | None, by: float) -> float | None:
@@ -133,15 +145,12 @@ class Request:
 
     def _grammar(self, tools: Any, schema: Any) -> Constraint | None:
         grammars, conversation = self.decoder.grammars, self.conversation
+        _check_grammar(self.choice, tools, conversation.tools, schema)
         if schema is not None:
-            if self.tools:
-                raise UsageError("response_format and tools cannot be combined; use tool_choice none or leave one out.")
             return grammars.schema(schema)
         if not self.choice.forced:
             functions = [tool["function"] for tool in openai_tools(tools or ())] if self.tools else []
             return grammars.strict(self.call_format, self.tools, functions, self._splitter())
-        if not tools:
-            raise UsageError("tool_choice required needs tools in the request itself, not in the system prompt.")
         functions = [tool["function"] for tool in openai_tools(tools)]
         wanted = [function for function in functions if not self.choice.name or function["name"] == self.choice.name]
         return grammars.calls(self.call_format, conversation.prompt, wanted)
@@ -166,6 +175,7 @@ class Request:
         wanted = self.method.hints and self.fixed_hint is None and self.tools
         if client is not None and wanted and self.mailbox is None:
             turns = [(str(m["role"]), plain_text(m)) for m in self.conversation.messages]
+            turns = self.memory.part(Boilerplate).move_up(turns)
             self.mailbox = client.submit(self.tools, turns, self.fresh)
 
     def run(self) -> Generator[Commit, None, None]:
@@ -206,10 +216,15 @@ class Request:
             decoder._mailbox = None
             if self.mailbox is not None:
                 self.mailbox.poll()
-                if self.commits and self.commits[-1].finish_reason:
+                if self._tells_of_hint():
                     accepted = sum(source == "hint" for commit in self.commits for source in commit.sources)
                     self.mailbox.judge(accepted >= ANSWER_PAYS)
                 self.mailbox.close()
+
+    def _tells_of_hint(self) -> bool:
+        """Tell whether the request went far enough for its hint to have been of use."""
+        reason = self.commits[-1].finish_reason if self.commits else None
+        return reason is not None and (reason != "length" or len(self.output) >= ENOUGH_OUTPUT)
 
     def _commits(self, context: DecodeContext) -> Iterator[Commit]:
         decoder = self.decoder

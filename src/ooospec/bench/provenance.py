@@ -43,6 +43,8 @@ def origin_text(runs: Sequence[Run]) -> list[str]:
     """Say with which commands, revision, versions and machine runs were made, a fact a line."""
     commands = dict.fromkeys(shlex.join(run.command) for run in runs)
     revisions = ", ".join(dict.fromkeys(run.revision or "unknown" for run in runs))
+    if not runs:
+        return []
     last = runs[-1]
     return [
         *(f"Command: `{command}`" for command in commands),

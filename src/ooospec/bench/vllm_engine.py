@@ -103,7 +103,9 @@ def run_vllm_bench(
         finished += len(new)
         with path.open("ab") as sink:
             sink.write(b"".join(msgspec.json.encode(row) + b"\n" for row in new))
-    runs = [msgspec.json.decode(line, type=Run) for line in (out / "runs.jsonl").read_bytes().splitlines()]
+    runs_file = out / "runs.jsonl"
+    lines = runs_file.read_bytes().splitlines() if runs_file.exists() else []
+    runs = [msgspec.json.decode(line, type=Run) for line in lines]
     (out / "vllm.md").write_text(report(rows, runs), "utf-8")
     return path
 
@@ -123,12 +125,17 @@ def _check_same(
                 f"{out} was measured with --prefix {row.prefix} and --cores {row.cores}, not with {settings.prefix} "
                 f"and {settings.cores}; give another --out."
             )
-    had = {row.request for row in rows if row.target == settings.name and row.method == "plain"}
-    wanted = {request.id for listed in requests.values() for request in listed}
+    had = {(row.request, row.concurrency) for row in rows if row.target == settings.name and row.method == "plain"}
+    wanted = {
+        (request.id, concurrency)
+        for listed in requests.values()
+        for concurrency, share in deal(listed, settings.concurrency)
+        for request in share
+    }
     if had and had != wanted:
         raise UsageError(
-            f"{out} has {len(had)} requests of {settings.name}, these settings choose {len(wanted)} others; "
-            "give the same --benchmarks and --limit to go on with it, or another --out."
+            f"{out} has {len(had)} requests of {settings.name}, these settings choose {len(wanted)} or share them out "
+            "otherwise; give the same --benchmarks, --limit and --concurrency to go on with it, or another --out."
         )
 
 
@@ -143,11 +150,20 @@ def read_rows(path: Path) -> Iterator[VllmRow]:
 
 
 def deal(requests: Sequence[BenchRequest], concurrencies: Sequence[int]) -> list[tuple[int, list[BenchRequest]]]:
-    """Deal requests out, each to one concurrency, so that the larger ones get enough to be reached."""
+    """Deal requests out, each to one concurrency, so that the larger ones get enough to be reached.
+
+    Raises UsageError for fewer requests than concurrencies.
+    """
+    if len(requests) < len(concurrencies):
+        raise UsageError(
+            f"{len(requests)} requests of a benchmark cannot be shared out to {len(concurrencies)} concurrencies; "
+            "give a larger --limit or a shorter --concurrency."
+        )
     weights = [max(FEW, concurrency) for concurrency in concurrencies]
     shares: list[list[BenchRequest]] = [[] for _ in concurrencies]
     for request in requests:
-        least = min(range(len(weights)), key=lambda level: (len(shares[level]) + 1) / weights[level])
+        empty = [level for level in range(len(weights)) if not shares[level]]
+        least = min(empty or range(len(weights)), key=lambda level: (len(shares[level]) + 1) / weights[level])
         shares[least].append(request)
     return list(zip(concurrencies, shares, strict=True))
 

@@ -86,8 +86,8 @@ class Situation:
 class StepCost:
     """Learns what a step of the engine costs: base + row * rows + token * further tokens, by least squares.
 
-    What the last steps do not tell apart counts as nothing: where nothing was drafted for long, a drafted token seems
-    free until it has been tried again.
+    What the last steps do not tell apart is shared out by size: where the batch stayed the same, between base and
+    rows; where nothing was drafted for long, a drafted token seems free until it has been tried again.
     """
 
     FADE = 0.98
@@ -220,7 +220,7 @@ class RowDrafter:
     def _propose(self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, ran: int | None) -> list[list[int]]:
         start, before, self._active = time.perf_counter(), self._active, [None] * len(sampled)
         free = {id(row): row for row in before if row is not None}
-        steady = len(free) == len(before)
+        ran_before, steady = set(free), len(free) == len(before)
         drafts, verified = list[list[int]](), 0
         for index, new in enumerate(sampled):
             draft: list[int] = []
@@ -229,13 +229,15 @@ class RowDrafter:
             else:
                 whole = tokens[index, : int(lengths[index])]
                 row = self._find(before[index] if index < len(before) else None, free, whole, len(new))
-                steady = steady and row is not None and len(row.tokens) == len(whole) - len(new)
+                steady = (
+                    steady and row is not None and id(row) in ran_before and len(row.tokens) == len(whole) - len(new)
+                )
                 row, draft = self._advance(row, whole, len(new), len(sampled))
                 self._active[index] = row
             drafts.append(draft)
             verified += 1 + len(draft)
         self._park(free.values())
-        if self._last is not None and steady:  # no prefill, whose tokens cost otherwise, and no pause before it
+        if self._last is not None and steady:  # no prefill, first or again, whose tokens cost otherwise, and no pause
             self.cost.observe(len(sampled), self._last[1] if ran is None else ran, start - self._last[0])
         self._last = time.perf_counter(), verified
         return drafts

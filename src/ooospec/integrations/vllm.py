@@ -33,6 +33,7 @@ from ooospec.chat.codec import TextCodec
 from ooospec.chat.template import plain_text, read_request, template_format
 from ooospec.errors import OooSpecError, UsageError
 from ooospec.integrations.rows import Known, RowDrafter, Situation, prompt_key
+from ooospec.sidecar.boilerplate import Boilerplate
 from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.mailbox import Mailbox
 
@@ -161,12 +162,15 @@ class OooSpecProposer:
             return drafts
         try:
             self._hints.drain()
+        except Exception:
+            self.drafter.fault("the hints of a step")
+        try:
             ran = _tokens_run(slot_mappings)
             drafts = self.drafter.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, ran)
             if time.monotonic() > self._report_at:
                 self._report()
         except Exception:
-            self.drafter.fault("the hints of a step")
+            self.drafter.fault("a step")
         return drafts
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -206,7 +210,7 @@ def _keep_asking(speculative: Any, most: int) -> None:
 def _tokens_run(slot_mappings: Any) -> int | None:
     """Return how many tokens the step before ran, padding included; None where vLLM does not tell."""
     parts = slot_mappings if isinstance(slot_mappings, list) else [slot_mappings]
-    if not all(parts):
+    if not parts or not all(parts):
         return None
     return sum(int(next(iter(part.values())).shape[0]) for part in parts)
 
@@ -256,6 +260,7 @@ class Announcer:
     def __init__(self) -> None:
         self._connection = _Connection()
         self._connection.get()
+        self._boilerplate = Boilerplate() if os.environ.get(MEMORY_VARIABLE, "1") != "0" else None
 
     def submit(self, messages: Any, tools: Any) -> Mailbox | None:
         """Start the wave of a chat request; None for one without tools, or without a sidecar to have."""
@@ -268,7 +273,8 @@ class Announcer:
             return None  # vLLM says what is wrong with it
         if not known:
             return None
-        return client.submit(known, [(str(m["role"]), plain_text(m)) for m in said])
+        turns = [(str(m["role"]), plain_text(m)) for m in said]
+        return client.submit(known, self._boilerplate.move_up(turns) if self._boilerplate is not None else turns)
 
     def name(self, mailbox: Mailbox, prompt_ids: Sequence[int]) -> None:
         """Tell the workers whose wave it is."""

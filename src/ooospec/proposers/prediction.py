@@ -59,6 +59,7 @@ class PredictedText:
             places = [i for i in range(len(self._tokens) - size + 1) if self._tokens[i : i + size] == tail]
             if places:
                 self._at = min((place + size for place in places), key=lambda place: abs(place - known))
+                self._right.update(range(self._at - size, self._at))
                 return
 
     def end(self) -> None:

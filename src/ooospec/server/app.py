@@ -101,7 +101,7 @@ def create_app(decoder: Decoder, settings: ServerSettings, tracing: Tracing | No
     )  # fmt: skip
     app.state.ooospec = state
     _add_errors(app, metrics)
-    app.add_middleware(_Limits, settings=settings)
+    app.add_middleware(_Limits, settings=settings, metrics=metrics)
     _add_routes(app, state)
     return app
 
@@ -109,14 +109,14 @@ def create_app(decoder: Decoder, settings: ServerSettings, tracing: Tracing | No
 # ---------------------------------------------------------------- errors and limits
 
 
-def _error_response(error: ApiError) -> JSONResponse:
+def _error_response(error: ApiError, metrics: Metrics) -> JSONResponse:
+    metrics.errors.labels(str(error.status)).inc()
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
 def _add_errors(app: FastAPI, metrics: Metrics) -> None:
     def answer(error: ApiError) -> JSONResponse:
-        metrics.errors.labels(str(error.status)).inc()
-        return _error_response(error)
+        return _error_response(error, metrics)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -141,8 +141,8 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
 class _Limits:
     """ASGI middleware: API keys, and a bound on bodies however they are sent."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self.app, self.settings = app, settings
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self.app, self.settings, self.metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -156,7 +156,7 @@ class _Limits:
             if length.isdecimal() and int(length) > limit:
                 raise ApiError(413, f"The body has {length} bytes; this server takes {limit} (--max-body-bytes).")
         except ApiError as error:
-            await _error_response(error)(scope, receive, send)
+            await _error_response(error, self.metrics)(scope, receive, send)
             return
 
         async def counted() -> Message:

@@ -202,7 +202,10 @@ def run_server(decoder: Decoder, settings: ServeSettings, listening: socket.sock
         f", inspector at http://{settings.host}:{settings.port}/ui" if settings.ui else "",
     )  # fmt: skip
     if not keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning("no --api-key: whoever reaches %s can use the model and read the last requests", settings.host)
+        logger.warning(
+            "no --api-key: whoever reaches %s can use the model%s", settings.host,
+            " and read the last requests" if settings.ui else "",
+        )  # fmt: skip
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.request_timeout)
     )

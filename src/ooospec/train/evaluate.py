@@ -16,6 +16,7 @@ from ooospec.bench.gold import MAY_BE_LEFT_OUT, same_value
 from ooospec.bench.rows import Results
 from ooospec.models.progress import Progress, Silent
 from ooospec.sidecar import protocol
+from ooospec.sidecar.boilerplate import Boilerplate
 from ooospec.sidecar.predictor import WavePredictor
 from ooospec.sidecar.prompt import NEUTRAL_DIALOGUE
 from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSignature, Turn
@@ -180,17 +181,22 @@ def best_scaling(chances: Sequence[tuple[float, bool]], shifted: bool = True) ->
 def evaluate(
     predictor: WavePredictor, cases: Sequence[Case], warm: bool = True, progress: Progress | None = None
 ) -> dict[str, Tally]:
-    """Run a wave for every case; return a tally per data set. `warm` = tools are in the sidecar's KV cache before."""
-    progress, tallies = progress or Silent(), dict[str, Tally]()
+    """Run a wave for every case, in this order; return a tally per data set.
+
+    `warm` = tools are in the sidecar's KV cache before. As in a decoder, what earlier cases end with moves up.
+    """
+    progress, tallies, boilerplate = progress or Silent(), dict[str, Tally](), Boilerplate()
     for number, case in enumerate(cases):
         progress.update("evaluate sidecar", number, len(cases))
         if warm:
             for _ in predictor.wave(Submit(number, case.tools, NEUTRAL_DIALOGUE)):
                 pass
         tally = tallies.setdefault(case.dataset, Tally())
+        turns = boilerplate.move_up([(turn.role, turn.text) for turn in case.dialogue])
+        dialogue = tuple(Turn(role, text) for role, text in turns)
         start = time.perf_counter()
         answers, function_ms, size = list[Function | SlotValue](), None, 0
-        for message in predictor.wave(Submit(number, case.tools, case.dialogue, fresh=not warm)):
+        for message in predictor.wave(Submit(number, case.tools, dialogue, fresh=not warm)):
             if message is not None:
                 answers.append(message)
                 size += len(protocol.encoder.encode(message))
