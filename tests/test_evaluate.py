@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import pytest
 
@@ -15,6 +16,7 @@ from ooospec.train.evaluate import (
     Tally,
     best_scaling,
     calibration_error,
+    calibration_noise,
     cases_of_examples,
     cases_of_gold,
     count,
@@ -71,7 +73,14 @@ def test_calibration_error_of_honest_and_of_sure_but_wrong_answers():
     honest = [(0.75, True)] * 75 + [(0.75, False)] * 25
     assert calibration_error(honest) == pytest.approx(0.0)
     assert calibration_error([(0.95, False)] * 10) == pytest.approx(0.95)
-    assert calibration_error([]) == 0.0
+    assert calibration_error([]) == 0.0 == calibration_noise([])
+
+
+def test_what_honest_chances_show_by_chance():
+    draw = random.Random(0)
+    chances = [draw.random() for _ in range(60)]
+    seen = [calibration_error([(chance, draw.random() < chance) for chance in chances]) for _ in range(400)]
+    assert calibration_noise([(chance, True) for chance in chances]) == pytest.approx(sum(seen) / 400, rel=0.1)
 
 
 def test_scaling_makes_chances_honest():

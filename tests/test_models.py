@@ -20,6 +20,7 @@ from ooospec.models import fetch, resolver
 from ooospec.models.catalogue import catalogue
 from ooospec.models.fetch import fetch_gguf
 from ooospec.models.resolver import resolve_model
+from ooospec.target import loading
 from ooospec.target.loading import load_model
 from ooospec.target.model import TargetModel
 
@@ -61,13 +62,24 @@ def test_folder_without_a_model_is_refused(tmp_path):
         resolve_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("device", "native", "dtype"),
+    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda:0", True, "bfloat16"), ("cuda", False, "float16"),
+     ("mps", False, "bfloat16")],
+)  # fmt: skip
+def test_the_dtype_is_one_that_the_device_computes_in(monkeypatch, device, native, dtype):
+    monkeypatch.setattr(loading, "_has_bfloat16", lambda: native)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
+    assert loading.chosen_dtype("auto", device) == dtype and loading.chosen_dtype("bfloat16", device) == "bfloat16"
+
+
 def test_local_folder_and_dtype(tmp_path):
     loaded = load_tiny("llama")
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
     again = load_model(resolve_model(str(tmp_path)), "tiny", "float32", "cpu")
     assert again.codec.encode("hello") == loaded.codec.encode("hello")
-    with pytest.raises(UsageError, match="bfloat16, float16, float32"):
+    with pytest.raises(UsageError, match="auto, bfloat16, float16, float32"):
         load_model(tmp_path, "tiny", "int3", "cpu")
     with pytest.raises(UsageError, match=r"adapter_config\.json"):
         load_model(tmp_path, "tiny", "float32", "cpu", adapter=str(tmp_path / "none"))

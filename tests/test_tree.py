@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ooospec.core import Draft
 from ooospec.stopping import Limits
+from ooospec.target import cost
 from ooospec.target.cost import CostCurve
 from ooospec.tree import build_tree
 
@@ -99,3 +101,23 @@ def test_stop_string_over_a_token_boundary(codec):
     kept, reason = limits.cut(codec, output, new)
     assert (codec.decode(new[:kept]), reason) == ("}\n", "stop")
     assert limits.cut(codec, output, codec.encode("} x"))[1] is None
+
+
+def test_wide_passes_are_not_timed_where_they_are_slow(monkeypatch):
+    """0.3 s a token: the curve ends behind two seconds and goes on rising as before."""
+    clock, asked = [0.0], []
+
+    class Slow:
+        vocabulary = 10
+        begin = prefill = end = commit = lambda self, *given: None
+
+        def verify(self, tree):
+            asked.append(len(tree.tokens))
+            clock[0] += 0.3 * len(tree.tokens)
+            return torch.zeros(1, 2)
+
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
+    done = []
+    curve = cost.measure_cost(Slow(), lambda *at: done.append(at))
+    assert sorted(set(asked)) == [1, 2, 4, 8] and done[-1] == (len(cost.WIDTHS),) * 2
+    assert curve(6) == pytest.approx(1800) and curve(40) == pytest.approx(12_000)

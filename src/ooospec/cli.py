@@ -71,7 +71,7 @@ def generate(
     sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
     method: Annotated[str, typer.Option(help="ooo, toolspec, lookup, recycling, samd, suffix, ar or stock.")] = "ooo",
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed for temperature above 0.")] = 0,
@@ -118,7 +118,7 @@ def demo(
     target: Target = DEFAULT_TARGET,
     sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = None,
     placement: PlacementName = "shared",
     data: Annotated[Path | None, typer.Option(help="Folder with bfcl/: adds requests of that benchmark.")] = None,
@@ -148,7 +148,7 @@ def verify(
     target: Target = DEFAULT_TARGET,
     sidecar: Sidecar = AUTO,
     adapter: Adapter = "auto",
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = None,
     placement: PlacementName = "shared",
     benchmark: Annotated[str, typer.Option(help="examples, api_bank, toolalpaca or bfcl.")] = "examples",
@@ -179,7 +179,7 @@ def verify(
 @clean_errors
 def doctor(
     target: Target = DEFAULT_TARGET,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = None,
     fresh: Annotated[bool, typer.Option(help="Measure the cost curve again.")] = False,
 ) -> None:

@@ -13,7 +13,8 @@ DEFAULT_TARGET = "qwen2.5-coder-1.5b-instruct"
 DEFAULT_SIDECAR = "qwen2.5-coder-0.5b-instruct"
 DEFAULT_SIDECAR_WEIGHTS = 494_032_768
 AUTO = "auto"
-"""As the name of a sidecar: the default one, where it pays; as that of an adapter: the one that ships."""
+"""As the name of a sidecar: the default one, where it pays; as that of an adapter: the one that ships; as that of a
+dtype: what the device computes in."""
 DEFAULT_MAX_NEW_TOKENS = 256
 
 

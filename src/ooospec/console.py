@@ -32,7 +32,9 @@ Sidecar = Annotated[
 Adapter = Annotated[
     str, typer.Option(help="Trained adapter for the sidecar: auto = the one that ships for it, none, or a folder.")
 ]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto = bfloat16 where the device computes in it; bfloat16, float16, float32.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; default: the best there is.")]
 PlacementName = Annotated[str, typer.Option(help="shared: all cores for everything; split: half of them each.")]
 

@@ -35,9 +35,9 @@ from ooospec.target.draft import DraftModel
 from ooospec.target.loading import (
     LoadedModel,
     check_adapter,
+    chosen_dtype,
     load_model,
     parse_device,
-    parse_dtype,
     stored_weights,
 )
 from ooospec.target.model import TargetModel
@@ -70,8 +70,8 @@ class Decoder:
         sidecar: str | None = AUTO,
         *,
         adapter: str | None = AUTO,
-        sidecar_dtype: str = "auto",
-        dtype: str = "bfloat16",
+        sidecar_dtype: str = AUTO,
+        dtype: str = AUTO,
         device: str | None = None,
         placement: Placement | None = None,
         draft: str | None = None,
@@ -83,8 +83,8 @@ class Decoder:
         progress: Progress | None = None,
     ) -> None:
         progress = progress or Silent()
-        parse_dtype(dtype)
         device = parse_device(device)
+        chosen_dtype(dtype, device)
         check_policy(budget)
         self.call_format = format_named(call_format).name if call_format is not None else None
         self.placement = placement or Placement.shared()

@@ -48,7 +48,7 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests a benchmark.")] = None,
     seed: Annotated[int | None, typer.Option(help="Shuffle the requests; default: the suite's own order.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_NEW_TOKENS,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = None,
     plugin: Annotated[list[Path] | None, typer.Option(help="Python file that registers methods.")] = None,
 ) -> None:
@@ -56,6 +56,7 @@ def bench(
     from ooospec.bench.command import BenchSettings, run_bench
     from ooospec.methods import METHODS
     from ooospec.sidecar.adapter import adapter_label
+    from ooospec.target.loading import chosen_dtype, parse_device
 
     for file in plugin or []:
         _run_plugin(file)
@@ -65,12 +66,13 @@ def bench(
         adapter=adapter_label(adapter, sidecar), draft=draft,
         benchmarks=_names(benchmarks), suite=suite, data=data, methods=tuple(METHODS) if every else _names(methods),
         placement=_names(placement), prefix=_names(prefix), memory=_names(memory), budget=_names(budget),
-        limit=limit, seed=seed, max_new_tokens=max_new_tokens, dtype=dtype, device=device,
+        limit=limit, seed=seed, max_new_tokens=max_new_tokens, dtype=chosen_dtype(dtype, parse_device(device)),
+        device=device,
     )  # fmt: skip
 
     def load(target: str, place: str) -> Any:
         wanted = any(METHODS[name].hints for name in settings.methods)
-        options = {"adapter": adapter, "dtype": dtype, "device": device, "placement": place}
+        options = {"adapter": adapter, "dtype": settings.dtype, "device": device, "placement": place}
         options["budget"] = "measured" if "measured" in settings.budget else "fixed"
         return open_decoder(target, sidecar if wanted else "none", draft=draft, draft_optional=every, **options)
 
@@ -123,7 +125,7 @@ def bench_vllm(
         str | None,
         typer.Option(help="Cores for vLLM, as 0 or 0-3|4-7, the others for the sidecar; default: all shared."),
     ] = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     vllm_flag: Annotated[list[str] | None, typer.Option(help="One more flag of `vllm serve`, as --flag=value.")] = None,
 ) -> None:
     """Measure OoO-Spec inside vLLM against plain vLLM and vLLM's own speculative methods (docs/vllm.md)."""
@@ -131,6 +133,7 @@ def bench_vllm(
     from ooospec.bench.vllm_engine import run_vllm_bench
     from ooospec.bench.vllm_server import VllmSettings
     from ooospec.models.resolver import resolve_model
+    from ooospec.target.loading import chosen_dtype, default_device
 
     levels = _names(concurrency)
     if not all(level.isdecimal() for level in levels):
@@ -143,7 +146,8 @@ def bench_vllm(
             model=str(resolve_model(target, progress)), name=target, sidecar=(*beside, "{address}"),
             draft=str(resolve_model(draft, progress)) if draft is not None else None, methods=_names(methods),
             concurrency=tuple(map(int, levels)), max_new_tokens=max_new_tokens, parser=parser, prefix=prefix,
-            cores=cores, num_speculative_tokens=num_speculative_tokens, dtype=dtype, extra=tuple(vllm_flag or ()),
+            cores=cores, num_speculative_tokens=num_speculative_tokens,
+            dtype=chosen_dtype(dtype, default_device()), extra=tuple(vllm_flag or ()),
         )  # fmt: skip
         path = run_vllm_bench(settings, requests, out, progress)
     sys.stdout.write(f"{path}\n{path.with_name('vllm.md')}\n")

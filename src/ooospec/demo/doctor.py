@@ -50,7 +50,7 @@ def run_doctor(console: Console, load: Callable[[], Decoder], fresh: bool) -> No
         console.print(f"calls      {_calls(decoder)}", highlight=False, markup=False)
         curve = decoder.cost
     assert isinstance(curve, CostCurve)
-    console.print("\nverify cost (384 cached tokens, median of 3; never less than for fewer tokens)")
+    console.print("\nverify cost (128 cached tokens, median of 3; never less than for fewer tokens)")
     for width, ms in zip(curve.widths, curve.ms, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * ms / curve.ms[-1]))
         console.print(f"{width:4d} tokens  {ms:8.1f} ms  {ms / curve.ms[0]:5.2f}x  {bar}")

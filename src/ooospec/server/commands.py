@@ -61,7 +61,7 @@ def serve(
         str | None, typer.Option(help="Send OpenTelemetry spans there, as in http://127.0.0.1:4318/v1/traces.")
     ] = None,
     ui: Annotated[bool, typer.Option(help="Serve the inspector at /ui.")] = True,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = None,
     placement: PlacementName = "shared",
     config: Annotated[Path | None, typer.Option(help="YAML file with the same names as these flags.")] = None,

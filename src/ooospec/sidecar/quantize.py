@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ooospec.config import AUTO
 from ooospec.errors import UsageError
 from ooospec.sidecar.adapter import check_base, read_habits, shape_of
 from ooospec.target.loading import DTYPES, LoadedModel, load_model, parse_device
@@ -45,12 +46,12 @@ def quantize_int8(model: PreTrainedModel) -> PreTrainedModel:
 
 def check_sidecar_dtype(dtype: str) -> None:
     """Raise UsageError for a name that is no dtype of a sidecar."""
-    if dtype not in ("auto", "int8", *DTYPES):
-        raise UsageError(f"Unknown sidecar dtype {dtype!r}; choose one of auto, int8, {', '.join(DTYPES)}.")
+    if dtype not in (AUTO, "int8", *DTYPES):
+        raise UsageError(f"Unknown sidecar dtype {dtype!r}; choose one of {AUTO}, int8, {', '.join(DTYPES)}.")
 
 
 def load_sidecar(path: Path, name: str, dtype: str, device: str | None, adapter: str | None) -> LoadedModel:
-    """Load a sidecar; dtype "auto" takes int8 where it pays, else bfloat16. Raises UsageError for other names."""
+    """Load a sidecar; dtype "auto" = int8 where it pays, else as for a target. Raises UsageError for other names."""
     check_sidecar_dtype(dtype)
     device = parse_device(device)
     config = json.loads((path / "config.json").read_text("utf-8"))
@@ -58,7 +59,7 @@ def load_sidecar(path: Path, name: str, dtype: str, device: str | None, adapter:
     if adapter:
         check_base(read_habits(adapter), adapter, name, shape_of(config))
     if dtype == "auto":
-        dtype = "int8" if can_quantize(hidden_size, device) else "bfloat16"
+        dtype = "int8" if can_quantize(hidden_size, device) else AUTO
     if dtype != "int8":
         return load_model(path, name, dtype, device, adapter)
     loaded = load_model(path, name, "float32", device, adapter)

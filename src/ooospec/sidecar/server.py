@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--adapter", default=None)
     parser.add_argument("--address", default="tcp://127.0.0.1:*")
-    parser.add_argument("--dtype", default="auto", help="auto = int8 on CPUs where it pays, else bfloat16")
+    parser.add_argument("--dtype", default="auto", help="auto = int8 on CPUs where it pays")
     parser.add_argument("--device", default=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cores", default="", help="comma-separated CPU numbers to stay on")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ooospec.chat.codec import TextCodec
+from ooospec.config import AUTO
 from ooospec.errors import UsageError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -48,11 +49,24 @@ def parse_device(name: str | None) -> str:
     return name
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """Turn a dtype's name into torch's; raises UsageError."""
+def chosen_dtype(name: str, device: str) -> str:
+    """Return the dtype `name`; `auto` = bfloat16, or what the device computes in where it has no bfloat16.
+
+    A processor without it multiplies matrices in bfloat16 row by row, so that to verify ten tokens takes as long as to
+    write several one by one (docs/performance.md, entry 31). Raises UsageError for other names.
+    """
+    if name == AUTO:
+        if device.startswith("cuda"):
+            return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        return "float32" if device == "cpu" and not _has_bfloat16() else "bfloat16"
     if name not in DTYPES:
-        raise UsageError(f"Unknown dtype {name!r}; choose one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
+        raise UsageError(f"Unknown dtype {name!r}; choose one of {', '.join((AUTO, *DTYPES))}.")
+    return name
+
+
+def _has_bfloat16() -> bool:
+    """Tell whether the CPU has instructions for bfloat16, as oneDNN sees it."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
@@ -64,18 +78,19 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
 
 
 def load_model(
-    path: Path, name: str, dtype: str = "bfloat16", device: str | None = None, adapter: str | None = None
+    path: Path, name: str, dtype: str = AUTO, device: str | None = None, adapter: str | None = None
 ) -> LoadedModel:
     """Load the model in folder `path`, with a peft adapter merged into it.
 
     Raises UsageError for an unknown dtype or device, or a folder that transformers cannot load.
     """
-    torch_dtype, device = parse_dtype(dtype), parse_device(device)
+    device = parse_device(device)
+    dtype = chosen_dtype(dtype, device)
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
     except (ValueError, OSError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise UsageError(
             f"Cannot load {name!r} from {path}: {_first_line(error)}. A folder with config.json, a tokenizer and "

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ooospec.config import DEFAULT_SIDECAR, DEFAULT_TARGET
-from ooospec.console import Device, clean_errors, progress_bars
+from ooospec.console import Device, Dtype, clean_errors, progress_bars
 from ooospec.errors import UsageError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -33,7 +33,7 @@ def collect(
     out: Annotated[Path, typer.Option(help="Folder of the traces; one that has some is gone on with.")],
     sources: Annotated[str, typer.Option(help="Comma-separated training sets, or all.")] = "all",
     target: Annotated[str, typer.Option(help="Teacher on this machine, as for --target elsewhere.")] = DEFAULT_TARGET,
-    dtype: Annotated[str, typer.Option(help="Of that teacher: bfloat16, float16, float32, int8.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of that teacher: auto, bfloat16, float16, float32, int8.")] = "auto",
     device: Device = None,
     base_url: Annotated[
         str | None, typer.Option(help=f"OpenAI-compatible endpoint instead; its key is read from {KEY_VARIABLE}.")
@@ -89,7 +89,7 @@ def train(
     base: Annotated[str, typer.Option(help="Model to train, as for --sidecar.")] = DEFAULT_SIDECAR,
     recipe: Annotated[str, typer.Option(help="published, small (for CPUs), or a TOML file of settings.")] = "published",
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most so many requests.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
     """Train a LoRA adapter on collected traces and calibrate its chances."""
@@ -144,7 +144,7 @@ def eval_sidecar(
     html: Annotated[Path | None, typer.Option(help="Also write a page with calibration plots.")] = None,
 ) -> None:
     """Measure a sidecar: accuracy of function and values, calibration, latency, payload."""
-    from ooospec.train.plots import COLUMNS, evaluation_page, shown
+    from ooospec.train.plots import evaluation_page, evaluation_rows
     from ooospec.train.run import gather_cases, run_evaluation
 
     if prefix not in ("warm", "cold"):
@@ -153,12 +153,12 @@ def eval_sidecar(
     cases = gather_cases(names, data, suite, results or [], traces or [], limit)
     with progress_bars() as progress:
         tallies = run_evaluation(sidecar, adapter, cases, prefix == "warm", dtype, device, threads, progress)
+    head, *rows = evaluation_rows(tallies)
     table = Table(box=None)
-    table.add_column("data set")
-    for heading in COLUMNS.values():
-        table.add_column(heading, justify="right")
-    for name, tally in tallies.items():
-        table.add_row(name, *(shown(tally.to_dict()[key]) for key in COLUMNS))
+    for place, heading in enumerate(head):
+        table.add_column(heading, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
     if html is not None:
         about = f"Sidecar {sidecar}, adapter {adapter}, prefix {prefix}, {threads} threads."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -135,7 +136,9 @@ class Tally:
             "null_recall": share(self.nulls_right, self.nulls),
             "null_precision": share(self.nulls_right, self.said_null),
             "function_calibration_error": round(calibration_error(self.function_chances), 4),
+            "function_calibration_noise": round(calibration_noise(self.function_chances), 4),
             "value_calibration_error": round(calibration_error(self.value_chances), 4),
+            "value_calibration_noise": round(calibration_noise(self.value_chances), 4),
             "prefill_ms": median(self.prefill_ms),
             "function_ms": median(self.function_ms),
             "wave_ms": median(self.wave_ms),
@@ -146,6 +149,15 @@ class Tally:
 def calibration_error(chances: Sequence[tuple[float, bool]]) -> float:
     """Expected calibration error over ten bins of the chance (Naeini et al., 2015)."""
     return sum(len(part) / len(chances) * abs(chance - right) for chance, right, part in calibration_bins(chances))
+
+
+def calibration_noise(chances: Sequence[tuple[float, bool]]) -> float:
+    """Return the calibration error that so few answers show on average if their chances are honest.
+
+    A bin's share of right answers then differs from its mean chance by sqrt(2 / pi) of its standard deviation.
+    """
+    spreads = [math.sqrt(sum(chance * (1 - chance) for chance, _ in part)) for _, _, part in calibration_bins(chances)]
+    return math.sqrt(2 / math.pi) * sum(spreads) / len(chances) if chances else 0.0
 
 
 def calibration_bins(chances: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, float, list[tuple[float, bool]]]]:

@@ -89,7 +89,8 @@ def training_page(log: Path, title: str, about: str) -> str:
 COLUMNS = {
     "requests": "requests", "function_accuracy": "function", "value_accuracy": "values", "null_recall": "null recall",
     "null_precision": "null precision", "function_calibration_error": "ECE function",
-    "value_calibration_error": "ECE values", "prefill_ms": "prefill ms", "function_ms": "function at ms",
+    "function_calibration_noise": ".. if honest", "value_calibration_error": "ECE values",
+    "value_calibration_noise": ".. if honest", "prefill_ms": "prefill ms", "function_ms": "function at ms",
     "wave_ms": "wave ms", "payload_bytes": "payload B",
 }  # fmt: skip
 
@@ -101,18 +102,30 @@ def shown(value: float | int | None) -> str:
     return f"{value:.1%}" if isinstance(value, float) and 0 <= value <= 1 else f"{value:g}"
 
 
-def evaluation_page(tallies: Mapping[str, Tally], title: str, about: str) -> str:
-    """Show the table of an evaluation and its calibration plots."""
+def evaluation_rows(tallies: Mapping[str, Tally]) -> list[tuple[str, ...]]:
+    """Return the table of an evaluation with its head: a measure a row, a data set a column, all of them last."""
+    summed = {**tallies, "all": _total(tallies)}
+    columns = {name: tally.to_dict() for name, tally in summed.items()}
+    rows = [(label, *(shown(column[key]) for column in columns.values())) for key, label in COLUMNS.items()]
+    return [("", *columns), *rows]
+
+
+def _total(tallies: Mapping[str, Tally]) -> Tally:
     total = Tally()
     for tally in tallies.values():
         total.add(tally)
-    rows = [(name, *(shown(t.to_dict()[key]) for key in COLUMNS)) for name, t in {**tallies, "all": total}.items()]
+    return total
+
+
+def evaluation_page(tallies: Mapping[str, Tally], title: str, about: str) -> str:
+    """Show the table of an evaluation and its calibration plots."""
+    total, (head, *rows) = _total(tallies), evaluation_rows(tallies)
     charts = []
     for heading, chances in (("function choice", total.function_chances), ("values", total.value_chances)):
         points = [(chance, right) for chance, right, _ in calibration_bins(chances)]
         text = f"Share right over the chance that was sent ({len(chances)} answers); the dashed line is honest."
         charts.append((f"Calibration: {heading}", text, line_chart({"share right": points}, 1.0, True, dots=True)))
-    return _page(title, about, ("data set", *COLUMNS.values()), rows, charts)
+    return _page(title, about, head, rows, charts)
 
 
 def _page(
