@@ -126,8 +126,11 @@ def test_a_folder_of_other_requests_is_not_gone_on_with(stub, tmp_path):
         run_vllm_bench(settings("plain", "ooo", concurrency=(1, 8)), few, tmp_path, Silent())
     with pytest.raises(UsageError, match="1 requests of a benchmark cannot be shared out to 2 concurrencies"):
         run_vllm_bench(settings("plain"), {"demo": REQUESTS["demo"][:1]}, tmp_path / "none", Silent())
-    (tmp_path / "runs.jsonl").unlink()  # as in a folder of an earlier version
     run_vllm_bench(settings("plain", "ooo"), {"demo": REQUESTS["demo"][:4]}, tmp_path, Silent())
+    for name in ("runs.jsonl", "vllm.md"):  # as in a folder of an earlier version
+        (tmp_path / name).unlink()
+    run_vllm_bench(settings("plain", "ooo"), {"demo": REQUESTS["demo"][:4]}, tmp_path, Silent())
+    assert "| demo |" in (tmp_path / "vllm.md").read_text()
     assert [row.method for row in read_rows(tmp_path / "vllm.jsonl")] == ["plain"] * 4 + ["ooo"] * 4
 
 
@@ -143,7 +146,7 @@ def test_a_warm_prefix_is_what_another_user_asked_with_the_same_tools_and_system
     before, timed = [body for _, body in asked if len(body["messages"]) == 2][:2]
     assert before["messages"] == [said[0], vllm_engine.OTHER_USER] and before["max_tokens"] == 1
     assert timed["messages"] == list(said) and before["tools"] == timed["tools"] != []
-    with pytest.raises(UsageError, match="measured with --prefix warm and --cores None, not with warm and 0"):
+    with pytest.raises(UsageError, match="--prefix warm, --cores None and --dtype bfloat16, not with warm, 0 and"):
         run_vllm_bench(settings("plain", prefix="warm", cores="0"), REQUESTS, tmp_path, Silent())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import re
@@ -69,8 +70,25 @@ def test_folder_without_a_model_is_refused(tmp_path):
 )  # fmt: skip
 def test_the_dtype_is_one_that_the_device_computes_in(monkeypatch, device, native, dtype):
     monkeypatch.setattr(loading, "_has_bfloat16", lambda: native)
+    asked = []
+    monkeypatch.setattr("torch.cuda.device", lambda name: asked.append(name) or contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
     assert loading.chosen_dtype("auto", device) == dtype and loading.chosen_dtype("bfloat16", device) == "bfloat16"
+    assert asked == [device] * device.startswith("cuda")
+
+
+@pytest.mark.parametrize(
+    ("machine", "units", "native"),
+    [("x86_64", (False, False), False), ("AMD64", (True, False), True), ("x86_64", (False, True), True),
+     ("aarch64", (False, False), True)],
+)  # fmt: skip
+def test_bfloat16_on_a_cpu_is_what_it_has_instructions_for(monkeypatch, machine, units, native):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: units[0])
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: units[1])
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: True)  # so it says of AVX-512, too
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    assert loading._has_bfloat16() == native
 
 
 def test_local_folder_and_dtype(tmp_path):

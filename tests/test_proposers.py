@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ooospec.core import Commit, DecodeContext, TopTokens
+from ooospec.core import BONUS, Commit, DecodeContext, TopTokens
 from ooospec.proposers.lookup import PromptLookup
+from ooospec.proposers.prediction import PredictedText
 from ooospec.proposers.recycling import LEVELS, SuccessorTable, TokenRecycling, static_tree
 from ooospec.proposers.retrieval import Retrieval, RetrievalMemory, SuffixIndex
 
@@ -109,3 +110,17 @@ def test_retrieval_memory_ranks_by_similarity_and_is_bounded():
         memory.add(np.array([np.cos(angle), np.sin(angle)], dtype=np.float32), [int(angle * 10)])
     assert len(memory) == 3
     assert memory.nearest(np.array([0.0, 1.0], dtype=np.float32), 2) == [[15], [10]]
+
+
+def test_each_token_of_the_output_agrees_with_one_place_of_a_predicted_text(codec):
+    text = "ab----abcd"
+    tokens, output = codec.encode(text), []
+    assert len(tokens) == len(text)
+    predicted = PredictedText(text)
+    predicted.begin(DecodeContext(codec, [], output, ()))
+    for token in codec.encode("zabc"):
+        predicted.propose()
+        output.append(token)
+        predicted.observe(Commit((token,), (BONUS,), 0, 0))
+    assert predicted.offered == len(text) and predicted.right == 3
+    assert [draft.tokens[0] for draft in predicted.propose()] == codec.encode("d")

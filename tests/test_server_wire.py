@@ -124,8 +124,11 @@ def test_the_time_limit_counts_the_queue(scripted_decoder):
         second = httpx.post(f"{served.url}/chat/completions", json=sent, timeout=60)
         first.join()
         assert second.status_code == 408 and time.monotonic() - start < 5
-        text = httpx.get(served.url.removesuffix("/v1") + "/metrics").text
-        assert "ooospec:requests_timed_out_total 2.0" in text and "vllm:num_requests_running 0.0" in text
+        metrics, end = served.url.removesuffix("/v1") + "/metrics", time.monotonic() + 10
+        wanted = {"ooospec:requests_timed_out_total 2.0", "vllm:num_requests_running 0.0"}
+        while not (done := wanted <= set(httpx.get(metrics).text.splitlines())) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert done
 
 
 def test_what_is_wrong_is_said_at_once_not_when_its_turn_has_come(scripted_decoder):

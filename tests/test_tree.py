@@ -103,21 +103,29 @@ def test_stop_string_over_a_token_boundary(codec):
     assert limits.cut(codec, output, codec.encode("} x"))[1] is None
 
 
-def test_wide_passes_are_not_timed_where_they_are_slow(monkeypatch):
-    """0.3 s a token: the curve ends behind two seconds and goes on rising as before."""
-    clock, asked = [0.0], []
+@pytest.mark.parametrize(
+    ("seconds", "timed", "wide"),
+    [
+        (lambda n: 0.3 * n, 16, 12.0),  # steep and slow
+        (lambda n: 0.03 * n, 64, 1.2),  # steep and fast
+        (lambda n: max(3.0, 0.1 * n), 64, 4.0),  # slow, and flat up to 30
+        (lambda n: 0.2 + 0.6 * min(n, 4) + 0.01 * n, 16, 3.0),  # steep only at first
+    ],
+)
+def test_wide_passes_are_timed_unless_they_are_slow_and_steep(monkeypatch, seconds, timed, wide):
+    clock, asked, done = [0.0], [], []
 
-    class Slow:
+    class Target:
         vocabulary = 10
         begin = prefill = end = commit = lambda self, *given: None
 
         def verify(self, tree):
             asked.append(len(tree.tokens))
-            clock[0] += 0.3 * len(tree.tokens)
+            clock[0] += seconds(len(tree.tokens))
             return torch.zeros(1, 2)
 
     monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
-    done = []
-    curve = cost.measure_cost(Slow(), lambda *at: done.append(at))
-    assert sorted(set(asked)) == [1, 2, 4, 8] and done[-1] == (len(cost.WIDTHS),) * 2
-    assert curve(6) == pytest.approx(1800) and curve(40) == pytest.approx(12_000)
+    curve = cost.measure_cost(Target(), lambda *at: done.append(at))
+    assert max(asked) == timed and done[-1] == (len(cost.WIDTHS),) * 2
+    assert curve(1) == pytest.approx(seconds(1) * 1e3) and curve(40) == pytest.approx(wide * 1e3, rel=0.05)
+    assert all(asked.count(width) == 1 for width in set(asked) if width > 4 and seconds(width - 4) > 2.1)

@@ -53,6 +53,7 @@ class VllmRow(msgspec.Struct, kw_only=True):
     request: str
     prefix: str = "cold"
     cores: str | None = None
+    dtype: str = "bfloat16"
     first_ms: float = 0.0
     """When the first tokens came."""
     total_ms: float
@@ -120,10 +121,10 @@ def _check_same(
 ) -> None:
     """Raise UsageError where the folder's plain rows are not of the same requests and conditions."""
     for row in rows:
-        if (row.prefix, row.cores) != (settings.prefix, settings.cores):
+        if (row.prefix, row.cores, row.dtype) != (settings.prefix, settings.cores, settings.dtype):
             raise UsageError(
-                f"{out} was measured with --prefix {row.prefix} and --cores {row.cores}, not with {settings.prefix} "
-                f"and {settings.cores}; give another --out."
+                f"{out} was measured with --prefix {row.prefix}, --cores {row.cores} and --dtype {row.dtype}, not with "
+                f"{settings.prefix}, {settings.cores} and {settings.dtype}; give those or another --out."
             )
     had = {(row.request, row.concurrency) for row in rows if row.target == settings.name and row.method == "plain"}
     wanted = {
@@ -190,7 +191,7 @@ async def _measure(
                     rows.append(
                         VllmRow(
                             target=settings.name, method=method, concurrency=concurrency, benchmark=name,
-                            request=request.id, prefix=settings.prefix, cores=settings.cores,
+                            request=request.id, prefix=settings.prefix, cores=settings.cores, dtype=settings.dtype,
                             first_ms=round(first, 2), total_ms=round(took, 2), output_ids=choice["token_ids"],
                             finish_reason=choice["finish_reason"],
                         )

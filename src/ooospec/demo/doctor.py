@@ -16,7 +16,7 @@ from ooospec.models.catalogue import catalogue
 from ooospec.models.resolver import converted_folder
 from ooospec.placement import Placement
 from ooospec.runtime import Decoder
-from ooospec.target.cost import CostCurve
+from ooospec.target.cost import PREFIX_TOKENS, CostCurve
 
 BAR_WIDTH = 40
 
@@ -50,7 +50,7 @@ def run_doctor(console: Console, load: Callable[[], Decoder], fresh: bool) -> No
         console.print(f"calls      {_calls(decoder)}", highlight=False, markup=False)
         curve = decoder.cost
     assert isinstance(curve, CostCurve)
-    console.print("\nverify cost (128 cached tokens, median of 3; never less than for fewer tokens)")
+    console.print(f"\nverify cost ({PREFIX_TOKENS} cached tokens; never less than for fewer tokens)")
     for width, ms in zip(curve.widths, curve.ms, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * ms / curve.ms[-1]))
         console.print(f"{width:4d} tokens  {ms:8.1f} ms  {ms / curve.ms[0]:5.2f}x  {bar}")

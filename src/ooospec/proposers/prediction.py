@@ -21,12 +21,13 @@ class PredictedText:
         self._text = text
         self.offered = 0
         """How many of its tokens have been drafted, from the beginning."""
-        self._right: set[int] = set()
+        self._right: dict[int, int] = {}
+        """Place in the output -> place in the prediction that it agrees with."""
 
     @property
     def right(self) -> int:
         """How many of those the target wrote."""
-        return sum(place < self.offered for place in self._right)
+        return len({place for place in self._right.values() if place < self.offered})
 
     def begin(self, context: DecodeContext) -> None:
         """Tokenize the prediction as it would follow the prompt."""
@@ -44,23 +45,26 @@ class PredictedText:
 
     def observe(self, commit: Commit) -> None:
         """Find the output's place in the prediction again: where it was, or the nearest place after it."""
-        new = list(commit.tokens)
+        new, output = list(commit.tokens), self._context.output_ids
         if self._at is not None:
             pairs = zip(self._tokens[self._at :], new, strict=False)
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self._right.update(range(self._at, self._at + same))
+            self._agree(len(output) - len(new), self._at, same)
             if same == len(new):
                 self._at += same
                 return
-        output, known = self._context.output_ids, self._at or 0
-        self._at = None
+        known, self._at = self._at or 0, None
         for size in range(min(MAX_MATCH, len(output)), MIN_MATCH - 1, -1):
             tail = list(output[-size:])
             places = [i for i in range(len(self._tokens) - size + 1) if self._tokens[i : i + size] == tail]
             if places:
                 self._at = min((place + size for place in places), key=lambda place: abs(place - known))
-                self._right.update(range(self._at - size, self._at))
+                self._agree(len(output) - size, self._at - size, size)
                 return
+
+    def _agree(self, at: int, place: int, size: int) -> None:
+        """Take note that so many tokens of the output are those of the prediction from `place` on."""
+        self._right.update((at + i, place + i) for i in range(size))
 
     def end(self) -> None:
         """Keep nothing."""

@@ -18,8 +18,8 @@ from ooospec.tree import CandidateTree
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PREFIX_TOKENS = 128
 REPEATS = 3
-SLOW_MS = 2000.0
-"""Where a pass takes so long, wider ones are not timed: they rise on as before, and hardly ever pay."""
+SLOW_MS, STEEP, WIDE = 2000.0, 3.0, 16
+"""Slower passes are timed once; if they take three times a plain one, too, none wider than 16 tokens is timed."""
 
 
 class CostCurve(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class CostCurve(msgspec.Struct, frozen=True):
 
 
 def measure_cost(target: TargetModel, progress: Callable[[int, int], None] | None = None) -> CostCurve:
-    """Time verify passes on a prefix of 128 tokens; the median of three each. Uses the target's cache."""
+    """Time verify passes on a prefix of PREFIX_TOKENS, the median of REPEATS each. Uses the target's cache."""
     target.begin([0])
     vocabulary = target.vocabulary
     target.prefill([i % min(997, vocabulary) for i in range(PREFIX_TOKENS)])
@@ -44,13 +44,13 @@ def measure_cost(target: TargetModel, progress: Callable[[int, int], None] | Non
     for step, width in enumerate(WIDTHS):
         tree = CandidateTree(tuple(range(width)), tuple(range(-1, width - 1)), ("",) * width)
         runs = []
-        for _ in range(REPEATS):
+        for _ in range(1 if times and times[-1] > SLOW_MS else REPEATS):
             start = time.perf_counter()
             target.verify(tree).argmax(-1).tolist()
             runs.append((time.perf_counter() - start) * 1e3)
             target.commit(tree, [0])
         times.append(max(statistics.median(runs), *times[-1:]) if times else statistics.median(runs))
-        enough = len(times) > 1 and times[-1] > SLOW_MS
+        enough = width >= WIDE and times[-1] > max(SLOW_MS, STEEP * times[0])
         if progress is not None:
             progress(len(WIDTHS) if enough else step + 1, len(WIDTHS))
         if enough:
@@ -82,4 +82,4 @@ def cost_key(name: str, dtype: str, device: str) -> str:
     where = (
         torch.cuda.get_device_name() if device.startswith("cuda") else f"{device}, {torch.get_num_threads()} threads"
     )
-    return f"{name}, {dtype}, {where}, torch {torch.__version__}"
+    return f"{name}, {dtype}, {where}, prefix {PREFIX_TOKENS}, torch {torch.__version__}"

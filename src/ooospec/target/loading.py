@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def chosen_dtype(name: str, device: str) -> str:
     """
     if name == AUTO:
         if device.startswith("cuda"):
-            return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+            with torch.cuda.device(device):
+                return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
         return "float32" if device == "cpu" and not _has_bfloat16() else "bfloat16"
     if name not in DTYPES:
         raise UsageError(f"Unknown dtype {name!r}; choose one of {', '.join((AUTO, *DTYPES))}.")
@@ -65,7 +67,9 @@ def chosen_dtype(name: str, device: str) -> str:
 
 
 def _has_bfloat16() -> bool:
-    """Tell whether the CPU has instructions for bfloat16, as oneDNN sees it."""
+    """Tell whether the CPU has instructions for bfloat16; on x86 oneDNN says so of every AVX-512, too."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -10,13 +10,14 @@ import msgspec
 import torch
 
 from ooospec.bench.datasets import BENCHMARKS, BenchRequest, data_folder, load_benchmark, suite
+from ooospec.config import AUTO
 from ooospec.errors import UsageError
 from ooospec.models.progress import Progress
 from ooospec.models.resolver import resolve_model
 from ooospec.sidecar.adapter import Habits, find_adapter, read_habits, shape_of, write_habits
 from ooospec.sidecar.predictor import WavePredictor
 from ooospec.sidecar.quantize import load_sidecar
-from ooospec.target.loading import LoadedModel, check_adapter, load_model
+from ooospec.target.loading import LoadedModel, check_adapter, chosen_dtype, load_model, parse_device
 from ooospec.train.collect import TRACES, is_dev
 from ooospec.train.evaluate import (
     Case,
@@ -70,6 +71,8 @@ def run_training(
     examples, held_out = load_traces(data)
     examples, held_out = examples[:limit], held_out[:DEV_REQUESTS]
     adapter = out / "adapter"
+    if dtype == AUTO and chosen_dtype(dtype, parse_device(device)) == "float16":
+        dtype = "float32"  # small gradients are nothing in float16
     _train(load_model(path, base, dtype, device), examples, held_out, out, recipe, progress).save_adapter(adapter)
     config = json.loads((path / "config.json").read_text("utf-8"))
     write_habits(adapter, Habits(base=base, base_shape=shape_of(config), answers_null=True, prior_weight=0.0))

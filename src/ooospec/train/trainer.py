@@ -101,7 +101,7 @@ class Trainer:
         self.per_epoch = math.ceil(count / recipe.batch)
         self.steps, self.step = recipe.epochs * self.per_epoch, 0
         self.out.mkdir(parents=True, exist_ok=True)
-        self._identity = {**msgspec.structs.asdict(recipe), "base": loaded.name, "count": count}
+        self._identity = {**msgspec.structs.asdict(recipe), "base": loaded.name, "dtype": loaded.dtype, "count": count}
         self._resume()
 
     def run(self) -> Iterator[Report]:
