@@ -9,7 +9,8 @@ import pytest
 from ooospec.chat.prompt_tools import tools_in_prompt
 from ooospec.chat.schema import read_tools
 from ooospec.core import FunctionHint, Hint, SlotHint
-from ooospec.integrations.rows import Known, RowDrafter, Situation, StepCost, prompt_key
+from ooospec.integrations.rows import Known, RowDrafter, Situation, prompt_key
+from ooospec.integrations.step_cost import StepCost
 
 WIDTH = 2048
 FORM = 'Call with {"name": NAME, "arguments": OBJECT}.'

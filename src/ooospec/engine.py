@@ -115,8 +115,6 @@ class _Sources:
         for proposer in tuple(self._proposers):
             try:
                 what(proposer)
-            except RequestStopped:
-                raise
             except Exception:
                 self._leave_out(proposer)
 

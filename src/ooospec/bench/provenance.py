@@ -41,10 +41,10 @@ def describe_run(settings: Mapping[str, Any], left_out: Mapping[str, str]) -> Ru
 
 def origin_text(runs: Sequence[Run]) -> list[str]:
     """Say with which commands, revision, versions and machine runs were made, a fact a line."""
-    commands = dict.fromkeys(shlex.join(run.command) for run in runs)
-    revisions = ", ".join(dict.fromkeys(run.revision or "unknown" for run in runs))
     if not runs:
         return []
+    commands = dict.fromkeys(shlex.join(run.command) for run in runs)
+    revisions = ", ".join(dict.fromkeys(run.revision or "unknown" for run in runs))
     last = runs[-1]
     return [
         *(f"Command: `{command}`" for command in commands),
