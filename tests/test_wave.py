@@ -95,10 +95,12 @@ def test_a_branch_equals_asking_alone(tiny):
 def test_answers_stop_where_the_value_ends(codec):
     trie = Trie([0])
     string = Branch.plant(trie, codec, (0, "f"), (0, SLOTS[0]))
-    string.answer = codec.encode('Os"lo')
+    string.answer = codec.encode(' "Os"lo')
     assert string.finish(codec) == (True, "Os")
-    string.answer = codec.encode(r"a \" b")
+    string.answer = codec.encode(r' "a \" b')
     assert string.finish(codec) == (False, None)
+    string.answer = [*codec.encode(" \"Os'}}"), codec.eos_id, *codec.encode('lo"')]
+    assert string.finish(codec) == (True, "Os")
     number = Branch.plant(trie, codec, (0, "f"), (1, SLOTS[1]))
     number.answer = codec.encode("12")
     assert number.finish(codec)[0] is False
@@ -107,6 +109,27 @@ def test_answers_stop_where_the_value_ends(codec):
     free = Branch.plant(trie, codec, (0, "f"), (3, SLOTS[3]))
     free.answer = codec.encode(' [1, "a"]}')
     assert free.finish(codec) == (True, [1, "a"])
+    free.answer = codec.encode(" [{'a': 'b]'}, 2]}}")
+    assert free.finish(codec) == (True, [{"a": "b]"}, 2])
+    for unfinished in (" [{'a': 'b", " ['a'", " {'a', 'b'}", " [b'a']", "'a']"):
+        free.answer = codec.encode(unfinished)
+        assert free.finish(codec) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("https://a.no/b.wav.", "https://a.no/b.wav"),
+        ("abcd1234.", "abcd1234"),
+        ("Main St. 4.", "Main St. 4."),
+        ("Inc.", "Inc."),
+        ("3.5", "3.5"),
+    ],
+)
+def test_of_codes_and_addresses_a_sentences_full_stop_is_no_part(codec, written, value):
+    string = Branch.plant(Trie([0]), codec, (0, "f"), (0, SLOTS[0]))
+    string.answer = codec.encode(f' "{written}"')
+    assert string.finish(codec) == (True, value)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +291,28 @@ def test_a_choice_is_scored_though_its_last_quote_is_a_part_of_a_longer_token(ti
 
 
 @pytest.mark.parametrize(
+    ("types", "longer"), [(("integer",), " -"), (("string",), ' "/'), (("array",), " [{"), (("object",), ' {"')]
+)
+def test_an_answer_begins_with_the_token_that_the_model_writes(tiny_llama, types, longer):
+    """`-25` begins with ` -`, not with a space and a sign; the likeliest token of the slot's type is taken."""
+    predictor = WavePredictor(tiny_llama)
+    token, wrong = len(predictor._texts) - 1, tiny_llama.codec.encode("t")[-1]
+    predictor._texts = [*predictor._texts[:-1], longer]
+    trie = Trie([0])
+    branch = Branch.plant(trie, tiny_llama.codec, (0, "f"), (0, ToolSlot("a", types, True, "", ())))
+    digit = tiny_llama.codec.encode("2")[-1]
+    for best, answer in ((token, [token]), (branch.opening[0], [*branch.opening, digit])):
+        branch.answer, branch.seen, branch.given, branch.position = [], [], 0, 0
+        colon, end = (torch.full((len(predictor._texts),), -30.0) for _ in range(2))
+        colon[wrong], colon[best], end[digit] = 5.0, 0.0, 0.0
+        predictor._open(branch, _Pass(trie, 10, {branch.colon: colon.log_softmax(0), branch.end: end.log_softmax(0)}))
+        assert branch.answer == answer
+        where = (10 + branch.colon + 1, 0) if best == token else (0, len(branch.opening))  # else it stays at the end
+        assert (branch.position, branch.given) == where
+        assert branch.log_chance == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ('["a", "b', ["a"]),
@@ -277,6 +322,8 @@ def test_a_choice_is_scored_though_its_last_quote_is_a_part_of_a_longer_token(ti
         ('["', None),
         ("[1, 2", [1]),
         ("[1", None),
+        ('["a"}}', ["a"]),
+        ('[{"a": "b"}}]', [{"a": "b"}]),
         ('{"a": "b', None),
         ('[{"a": 1}, {"b', [{"a": 1}]),
     ],
@@ -292,7 +339,7 @@ def test_a_required_slot_is_null_only_where_its_schema_says_so(tiny_llama):
     for types, required, believed in [
         (("string",), True, False), (("string", "null"), True, True), (("string",), False, True),
     ]:  # fmt: skip
-        branch = Branch(0, 0, "string", ToolSlot("a", types, required, "", ()), "", null=7, opening=3)
+        branch = Branch(0, 0, "string", ToolSlot("a", types, required, "", ()), "string", null=7, opening=[3])
         assert (predictor._chance_of_null(branch, row) > 0.5) is believed
 
 

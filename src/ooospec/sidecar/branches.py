@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -20,6 +21,8 @@ MAX_CHOICES = 24
 MIN_CHANCE = math.log(0.04)
 """An answer this unlikely is cut short: its beginning may still be right, its end hardly."""
 _STRING_END = re.compile(r'(?<!\\)(?:\\\\)*"')
+_WRONG_END = re.compile(r"['}\])\s]+$")
+"""What stands where a string should have been closed, in answers that end without its quote."""
 _NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
@@ -65,7 +68,12 @@ def answer_kind(slot: ToolSlot) -> str:
     return "json"
 
 
-_FORCED = {"string": ' "', "array": " [", "object": " {", "number": " ", "json": ""}
+_OPENINGS = {"string": (' "',), "array": (' ["', " ["), "object": (' {"', " {"), "number": (" ",)}
+"""How the value of a kind or type usually begins; longer texts only where they are one token."""
+_BEGINNINGS = {
+    "string": re.compile(r' "'), "array": re.compile(r" \["), "object": re.compile(r" \{"),
+    "number": re.compile(r" (?:-?[0-9]+|-)$"),
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -76,14 +84,14 @@ class Branch:
     slot: int
     kind: str
     spec: ToolSlot
-    forced: str
-    """Text put before the answer, which holds it to the slot's type."""
+    type: str = ""
+    """Type that the answer is held to from its first token on; "" = any."""
     colon: int = -1
     """Node where the value begins: its logits weigh `null` against a value."""
+    opening: list[int] = field(default_factory=list)
+    """Tokens that a value of this type usually begins with."""
     end: int = -1
-    """Node after which decoding goes on."""
-    opening: int = -1
-    """First token of the forced text, or -1."""
+    """Node of the last of them."""
     null: int = -1
     """First token of `null` in the value's place."""
     options: list[list[int]] = field(default_factory=list)
@@ -103,7 +111,7 @@ class Branch:
         """Add the question for a slot, and the beginning of its value, to the trie."""
         asked, begun = codec.encode(slot_question(tool[1], slot[1].name)), codec.encode(f" {written}")
         nodes = trie.add([*asked, *begun])
-        branch = cls(tool[0], slot[0], "json", replace(slot[1], required=True), "")
+        branch = cls(tool[0], slot[0], "json", replace(slot[1], required=True))
         branch.colon, branch.end = nodes[len(asked) - 1], nodes[-1]
         branch.answer, branch.given = begun, len(begun)
         return branch
@@ -113,8 +121,8 @@ class Branch:
         """Add the question for a slot to the trie."""
         spec = slot[1]
         kind = answer_kind(spec)
-        forced = _FORCED.get(spec.types[0], "") if kind == "json" and len(spec.types) == 1 else _FORCED.get(kind, "")
-        branch = cls(tool[0], slot[0], kind, spec, forced)
+        single = spec.types[0] if len(spec.types) == 1 and spec.types[0] in _OPENINGS else ""
+        branch = cls(tool[0], slot[0], kind, spec, kind if kind in _OPENINGS else single)
         question = slot_question(tool[1], spec.name)
         asked = codec.encode(question)
         nodes = trie.add(asked)
@@ -124,32 +132,68 @@ class Branch:
             for choice in spec.choices:
                 text = codec.encode(f"{question} {json.dumps(choice, ensure_ascii=False)}")
                 branch.options.append(trie.add(text[len(asked) :], nodes[-1]) if text[: len(asked)] == asked else [])
-        elif forced:
-            opening = codec.encode(question + forced)
-            if opening[: len(asked)] == asked and len(opening) > len(asked):
-                branch.opening = opening[len(asked)]
-                branch.end = trie.add(opening[len(asked) :], nodes[-1])[-1]
+        elif branch.type:
+            openings = [codec.encode(question + opening) for opening in _OPENINGS[branch.type]]
+            usual = openings[0] if len(openings[0]) == len(asked) + 1 else openings[-1]
+            if usual[: len(asked)] == asked and len(usual) > len(asked):
+                branch.opening = usual[len(asked) :]
+                branch.end = trie.add(branch.opening, nodes[-1])[-1]
         return branch
+
+    def may_begin(self, text: str) -> bool:
+        """Tell whether a token's text may be the first of an answer of this type."""
+        return not self.type or _BEGINNINGS[self.type].match(text) is not None
 
     def finish(self, codec: TextCodec) -> tuple[bool, Any]:
         """Say whether the answer is complete, and its value (None while it is not, or if it is no JSON)."""
-        text = codec.decode(self.answer)
-        enough = len(self.answer) - self.given >= MAX_ANSWER_TOKENS or self.log_chance < MIN_CHANCE
+        ended = next((at for at, token in enumerate(self.answer) if token in codec.eos_ids), None)
+        text = codec.decode(self.answer[:ended])
+        enough = ended is not None or len(self.answer) - self.given >= MAX_ANSWER_TOKENS
+        enough = enough or self.log_chance < MIN_CHANCE
         if self.kind == "string":
+            text = text.lstrip().removeprefix('"')
             closing = _STRING_END.search(text)
             if closing is not None:
-                return True, _loads(f'"{text[: closing.end()]}')
+                return True, _without_full_stop(_loads(f'"{text[: closing.end()]}'))
+            text = text if ended is None else _WRONG_END.sub("", text)
             return enough, _loads(f'"{text}"') if enough else None
-        whole = self.forced + text
         if self.kind == "number":
-            number = _NUMBER.match(whole)
-            done = enough or (number is not None and number.end() < len(whole))
+            number = _NUMBER.match(text)
+            done = enough or (number is not None and number.end() < len(text))
             return done, _loads(number[0]) if done and number is not None else None
+        text = text.lstrip()
         try:
-            value, end = json.JSONDecoder().raw_decode(whole.lstrip())
+            value, end = json.JSONDecoder().raw_decode(text)
         except ValueError:
-            return enough, _finished_part(whole) if enough else None
-        return enough or end < len(whole.lstrip()) or isinstance(value, list | dict | str), value
+            literal = _python_literal(text)
+            if literal is not None:
+                return True, literal
+            return enough, _finished_part(text) if enough else None
+        return enough or end < len(text) or isinstance(value, list | dict | str), value
+
+
+def _without_full_stop(value: Any) -> Any:
+    """Take the full stop off a URL, code or address that was copied from the end of a sentence."""
+    if isinstance(value, str) and value.endswith(".") and re.search(r"[0-9/@_]", value) and not re.search(r"\s", value):
+        return value[:-1]
+    return value
+
+
+def _python_literal(text: str) -> Any:
+    """Return the list or object at the beginning of a text that quotes as Python does, `['a']`; None if there is none.
+
+    Dialogues hold such texts, and small models copy them.
+    """
+    if "'" not in text or text[:1] not in ("[", "{"):
+        return None
+    for at, char in enumerate(text):
+        if char in "]}":
+            try:
+                value = ast.literal_eval(text[: at + 1])
+                return json.loads(json.dumps(value, allow_nan=False))
+            except (ValueError, TypeError, SyntaxError, RecursionError):
+                continue
+    return None
 
 
 def _finished_part(text: str) -> Any:
@@ -157,9 +201,8 @@ def _finished_part(text: str) -> Any:
     text = text.strip()
     if not text.startswith("["):
         return None
-    cuts = [at for at, char in enumerate(text) if char == ","]
-    tries = [f"{text}]"] if text[-1] in '"]}' else []
-    tries += [f"{text[:at]}]" for at in reversed(cuts)] + [f'{text}"]']
+    cuts = [at + (char != ",") for at, char in enumerate(text) if char in ',"]}']
+    tries = [*(f"{text[:at]}]" for at in reversed(cuts)), f'{text}"]']
     return next((value for each in tries if (value := _loads(each)) not in (None, [""])), None)
 
 

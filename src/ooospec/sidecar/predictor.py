@@ -82,10 +82,11 @@ class WavePredictor:
         self.model = TargetModel(loaded.model, PrefixCache(1 << 29))
         self.stats = WaveStats()
         self._texts = self.codec.token_texts()
-        self._numeric = _numeric_tokens(self._texts).to(loaded.model.device)
-        self._numeric_ids = self._numeric.nonzero()[:, 0]
+        self._numeric_ids = _numeric_tokens(self._texts).nonzero()[:, 0].to(loaded.model.device)
         self._beginning: dict[str, Tensor] = {}
         """Ids of the tokens whose text begins with a text."""
+        self._openings: dict[tuple[str, int], Tensor] = {}
+        """Ids of the tokens that an answer may begin with, by its type and its usual first token."""
         self._copies = CopyIndex([], self._texts)
         self._priors: dict[bytes, list[float]] = {}
 
@@ -244,7 +245,7 @@ class WavePredictor:
             elif null > 0.5:
                 yield SlotValue(request.request, branch.tool, branch.slot, _percent(null), None, False)
             else:
-                self._take(branch, first.rows[branch.end])
+                self._open(branch, first)
                 decoding.append(branch)
         yield from self._decode(request, decoding, first)
 
@@ -298,9 +299,35 @@ class WavePredictor:
         """Chance of null against the slot's type of value; 0 where the answer is not believed."""
         if branch.null < 0 or (branch.spec.required and "null" not in branch.spec.types):
             return 0.0
-        if branch.opening < 0:
+        if not branch.opening:
             return float(row[branch.null].exp()) if self.habits.answers_null else 0.0
-        return 1 / (1 + math.exp(min(50.0, float(row[branch.opening] - row[branch.null]))))
+        value = row[self._first_tokens(branch)].logsumexp(0)
+        return 1 / (1 + math.exp(min(50.0, float(value - row[branch.null]))))
+
+    def _first_tokens(self, branch: Branch) -> Tensor:
+        """Return the ids that an answer may begin with."""
+        key = (branch.type, branch.opening[0])
+        if key not in self._openings:
+            ids = {branch.opening[0], *(token for token, text in enumerate(self._texts) if branch.may_begin(text))}
+            self._openings[key] = torch.tensor(sorted(ids), device=self.loaded.model.device)
+        return self._openings[key]
+
+    def _open(self, branch: Branch, first: _Pass) -> None:
+        """Begin an answer as the model does: its first token may hold more than a quote or a bracket, as ` -` or ` [{`.
+
+        Most begin as usual, and the first pass has what follows then.
+        """
+        if branch.opening:
+            ids = self._first_tokens(branch)
+            row = first.rows[branch.colon][ids].log_softmax(0)
+            best = int(row.argmax())
+            if int(ids[best]) != branch.opening[0]:
+                line = first.trie.ancestors(branch.colon)
+                branch.seen, branch.position = [first.base + node for node in line], first.base + len(line)
+                branch.answer, branch.log_chance = [int(ids[best])], float(row[best])
+                return
+            branch.answer, branch.given = list(branch.opening), len(branch.opening)
+        self._take(branch, first.rows[branch.end])
 
     def _is_invented(self, branch: Branch, dialogue: str) -> bool:
         """Tell whether an optional slot's unfinished answer cannot become words of the dialogue."""
@@ -326,13 +353,15 @@ class WavePredictor:
 
     def _take(self, branch: Branch, row: Tensor) -> None:
         """Append the likeliest next token; a number begins with a digit or a sign."""
-        if branch.kind == "number" and not branch.answer:
-            allowed = torch.zeros_like(row, dtype=torch.bool)
-            allowed[: len(self._numeric)] = self._numeric[: len(row)]
-            row = row.masked_fill(~allowed, -math.inf).log_softmax(-1)
-        token = int(row.argmax())
+        if branch.kind == "number" and len(branch.answer) == branch.given:
+            allowed = row[self._numeric_ids].log_softmax(0)
+            place = int(allowed.argmax())
+            token, chance = int(self._numeric_ids[place]), float(allowed[place])
+        else:
+            token = int(row.argmax())
+            chance = float(row[token])
         branch.answer.append(token)
-        branch.log_chance += float(row[token])
+        branch.log_chance += chance
 
     def _step(self, branches: list[Branch], base: int) -> None:
         """Advance every branch by its newest token and by as much of a copied draft as the model agrees with."""
