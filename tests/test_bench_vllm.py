@@ -77,9 +77,9 @@ def stub(monkeypatch):
     return asked, running
 
 
-def settings(*methods, name="org/model", concurrency=(1, 2), prefix="cold", cores=None):
+def settings(*methods, name="org/model", concurrency=(1, 2), prefix="cold", cores=None, sidecar="small"):
     return VllmSettings(
-        model="/m", name=name, sidecar=(), draft=None, methods=methods, concurrency=concurrency, max_new_tokens=7,
+        model="/m", name=name, sidecar=sidecar, sidecar_command=(), draft=None, methods=methods, concurrency=concurrency, max_new_tokens=7,
         prefix=prefix, cores=cores,
     )  # fmt: skip
 
@@ -105,6 +105,13 @@ def test_every_request_is_timed_once_compared_and_reported(stub, tmp_path):
     before = path.read_bytes()
     assert run_vllm_bench(settings("plain", "ngram", "ooo"), REQUESTS, tmp_path, Silent()).read_bytes() == before
     assert len(running) == 3
+
+
+@pytest.mark.parametrize("sidecar", ["small", None])
+def test_the_report_says_where_there_was_no_sidecar(stub, tmp_path, sidecar):
+    rows = list(read_rows(run_vllm_bench(settings("plain", "ooo", sidecar=sidecar), REQUESTS, tmp_path, Silent())))
+    assert {(row.method, row.sidecar) for row in rows} == {("plain", None), ("ooo", sidecar)}
+    assert ("ooo has no sidecar here" in (tmp_path / "vllm.md").read_text()) is (sidecar is None)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +202,7 @@ def test_a_server_that_does_not_start_says_its_last_words(monkeypatch, tmp_path)
 
 def test_configurations_are_those_of_vllm():
     chosen = VllmSettings(
-        model="m", name="m", sidecar=(), draft="d", methods=("plain",), concurrency=(1,), num_speculative_tokens=12
+        model="m", name="m", sidecar=None, sidecar_command=(), draft="d", methods=("plain",), concurrency=(1,), num_speculative_tokens=12
     )
     assert speculative_config(chosen, "plain") is None
     assert speculative_config(chosen, "draft_model")["model"] == "d"

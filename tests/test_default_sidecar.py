@@ -34,8 +34,8 @@ def test_the_default_sidecar_is_used_where_it_pays(
     tiny_llama, folder_of_tiny, tmp_path, monkeypatch, placement, smaller, named, used
 ):
     monkeypatch.setattr("ooospec.runtime.DEFAULT_SIDECAR", str(folder_of_tiny))
-    monkeypatch.setattr("ooospec.runtime.SMALLER", smaller)
-    monkeypatch.setattr("ooospec.runtime.DEFAULT_SIDECAR_WEIGHTS", tiny_llama.model.num_parameters())
+    monkeypatch.setattr("ooospec.config.SMALLER", smaller)
+    monkeypatch.setattr("ooospec.config.DEFAULT_SIDECAR_WEIGHTS", tiny_llama.model.num_parameters())
     monkeypatch.setattr(Decoder, "_reach", reached)
     (tmp_path / "adapter_config.json").write_text("{}")
     folders = {"sidecar": str(folder_of_tiny), "adapter": str(tmp_path)}

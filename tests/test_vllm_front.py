@@ -17,17 +17,10 @@ from starlette.routing import Route
 from conftest import WEATHER
 from ooospec.errors import UsageError
 from ooospec.integrations.rows import RowDrafter, Situation, prompt_key
-from ooospec.integrations.vllm import (
-    ADDRESS_VARIABLE,
-    OooSpecMiddleware,
-    OooSpecProposer,
-    _Connection,
-    _has_media,
-    _Hints,
-    _tokens_run,
-    announce,
-    check_version,
-)
+from ooospec.integrations.vllm import OooSpecMiddleware, OooSpecProposer, announce
+from ooospec.integrations.vllm.connection import ADDRESS_VARIABLE, Connection
+from ooospec.integrations.vllm.front import _has_media
+from ooospec.integrations.vllm.worker import _Hints, _tokens_run, check_version
 from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.protocol import Function, SlotValue
 from ooospec.sidecar.server import SidecarServer, bind
@@ -62,8 +55,8 @@ class Predictor:
 @pytest.fixture(autouse=True)
 def _closed(monkeypatch):
     """Close every connection that a test made."""
-    made, begin = [], _Connection.__init__
-    monkeypatch.setattr(_Connection, "__init__", lambda self, *given: (made.append(self), begin(self, *given))[1])
+    made, begin = [], Connection.__init__
+    monkeypatch.setattr(Connection, "__init__", lambda self, *given: (made.append(self), begin(self, *given))[1])
     yield
     for connection in made:
         connection.close()
@@ -214,9 +207,7 @@ def test_bodies_in_pieces_and_other_routes(sidecar):
 
 
 def test_announce_for_offline_use(sidecar, codec, monkeypatch):
-    import ooospec.integrations.vllm as module
-
-    monkeypatch.setattr(module, "_offline", None)
+    monkeypatch.setattr("ooospec.integrations.vllm.front._offline", None)
 
     class Tokenizer:
         def apply_chat_template(self, messages, **kwargs):
@@ -316,7 +307,7 @@ def test_other_versions_of_vllm_are_refused(found):
 )
 def test_targets_and_backends_that_cannot_be_right_are_refused_at_start(monkeypatch, model, parallel, words):
     """A hybrid target's state is not rolled back; ranks that schedule for themselves could draft differently."""
-    monkeypatch.setattr("ooospec.integrations.vllm.version_of_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("ooospec.integrations.vllm.worker.version_of_vllm", lambda: "0.32.0")
     config = SimpleNamespace(
         model_config=SimpleNamespace(**{"model": "m", "is_hybrid": False, "is_attention_free": False, **model}),
         parallel_config=SimpleNamespace(**{"distributed_executor_backend": "mp", **parallel}),
@@ -327,7 +318,7 @@ def test_targets_and_backends_that_cannot_be_right_are_refused_at_start(monkeypa
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_drafts_and_nothing_it_is_given_can_raise(monkeypatch, folder_of_tiny, rank):
-    monkeypatch.setattr("ooospec.integrations.vllm.version_of_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("ooospec.integrations.vllm.worker.version_of_vllm", lambda: "0.32.0")
     monkeypatch.setenv(ADDRESS_VARIABLE, "none")
     path = str(folder_of_tiny)
     model = SimpleNamespace(

@@ -12,10 +12,18 @@ from ooospec.errors import CacheError
 DEFAULT_TARGET = "qwen2.5-coder-1.5b-instruct"
 DEFAULT_SIDECAR = "qwen2.5-coder-0.5b-instruct"
 DEFAULT_SIDECAR_WEIGHTS = 494_032_768
+SMALLER = 2
+"""On cores that target and sidecar share, waves of a sidecar that is not so many times smaller than the target take
+longer than they save (docs/performance.md, entry 20)."""
 AUTO = "auto"
 """As the name of a sidecar: the default one, where it pays; as that of an adapter: the one that ships; as that of a
 dtype: what the device computes in."""
 DEFAULT_MAX_NEW_TOKENS = 256
+
+
+def default_sidecar_pays(target_weights: int) -> bool:
+    """Tell whether the default sidecar pays on cores that it shares with a target of so many weights; 0 = unknown."""
+    return not target_weights or target_weights >= SMALLER * DEFAULT_SIDECAR_WEIGHTS
 
 
 def make_cache_dir(*parts: str) -> Path:

@@ -12,7 +12,7 @@ import torch
 
 from ooospec.chat.formats.registry import format_named
 from ooospec.chat.template import check_messages, render
-from ooospec.config import AUTO, DEFAULT_SIDECAR, DEFAULT_SIDECAR_WEIGHTS, DEFAULT_TARGET, cache_dir
+from ooospec.config import AUTO, DEFAULT_SIDECAR, DEFAULT_TARGET, SMALLER, cache_dir, default_sidecar_pays
 from ooospec.constraint import Grammars
 from ooospec.core import Commit
 from ooospec.errors import UsageError
@@ -44,9 +44,6 @@ from ooospec.target.model import TargetModel
 from ooospec.target.prefix_cache import PrefixCache, common_prefix
 
 READY_TIMEOUT_S = 120.0
-SMALLER = 2
-"""On cores that target and sidecar use by turns, waves of a sidecar that is not so many times smaller than the target
-take longer than they save (docs/performance.md, entry 20)."""
 TURN_S = 2.5
 """Longest time that a target which shares its cores waits for the sidecar's wave."""
 CHUNK_BUSY, CHUNK_IDLE = 64, 512
@@ -138,7 +135,7 @@ class Decoder:
             size = target.model.num_parameters()
         else:
             size = stored_weights(resolve_model(target, progress))
-        if not size or size >= SMALLER * DEFAULT_SIDECAR_WEIGHTS:
+        if default_sidecar_pays(size):
             return DEFAULT_SIDECAR
         self.left_out = (
             f"No sidecar: {DEFAULT_SIDECAR} has more than 1/{SMALLER} of the target's weights, and on cores that both "

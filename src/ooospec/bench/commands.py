@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ooospec.config import AUTO, DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET
+from ooospec.config import AUTO, DEFAULT_MAX_NEW_TOKENS, DEFAULT_SIDECAR, DEFAULT_TARGET, default_sidecar_pays
 from ooospec.console import Adapter, Device, Dtype, Sidecar, clean_errors, open_decoder, progress_bars
 from ooospec.errors import UsageError
 
@@ -105,7 +105,10 @@ def report(
 def bench_vllm(
     out: Annotated[Path, typer.Option(help="Folder of the results; methods that it has are not measured again.")],
     target: Annotated[str, typer.Option(help="Target: hub id, local folder or embedded name.")] = DEFAULT_TARGET,
-    sidecar: Annotated[str, typer.Option(help="Sidecar model of method ooo.")] = DEFAULT_SIDECAR,
+    sidecar: Annotated[
+        str,
+        typer.Option(help="Sidecar model of method ooo; auto = the default one where it pays, none = go without."),
+    ] = AUTO,
     adapter: Adapter = "auto",
     draft: Annotated[str | None, typer.Option(help="Draft model of method draft_model.")] = None,
     benchmarks: Annotated[str, typer.Option(help="Comma-separated: api_bank, toolalpaca, bfcl.")] = (
@@ -133,21 +136,27 @@ def bench_vllm(
     from ooospec.bench.vllm_engine import run_vllm_bench
     from ooospec.bench.vllm_server import VllmSettings
     from ooospec.models.resolver import resolve_model
-    from ooospec.target.loading import chosen_dtype, default_device
+    from ooospec.sidecar.adapter import NONE
+    from ooospec.target.loading import chosen_dtype, default_device, stored_weights
 
     levels = _names(concurrency)
     if not all(level.isdecimal() for level in levels):
         raise UsageError(f"--concurrency takes whole numbers with commas between them; got {concurrency!r}.")
     folder = data_folder(data)
     requests = {name: suite("quick", name, load_benchmark(name, folder))[:limit] for name in _names(benchmarks)}
-    beside = [sys.executable, "-m", "ooospec.cli", "sidecar", "--model", sidecar, "--adapter", adapter, "--address"]
     with progress_bars() as progress:
+        path, device = resolve_model(target, progress), default_device()
+        if sidecar == AUTO:  # the cores are shared unless --cores says otherwise
+            pays = device != "cpu" or cores is not None or default_sidecar_pays(stored_weights(path))
+            sidecar = DEFAULT_SIDECAR if pays or adapter not in (AUTO, NONE) else NONE
+        beside = [sys.executable, "-m", "ooospec.cli", "sidecar", "--model", sidecar, "--adapter", adapter, "--address"]
         settings = VllmSettings(
-            model=str(resolve_model(target, progress)), name=target, sidecar=(*beside, "{address}"),
+            model=str(path), name=target, sidecar=None if sidecar == NONE else sidecar,
+            sidecar_command=(*beside, "{address}"),
             draft=str(resolve_model(draft, progress)) if draft is not None else None, methods=_names(methods),
             concurrency=tuple(map(int, levels)), max_new_tokens=max_new_tokens, parser=parser, prefix=prefix,
             cores=cores, num_speculative_tokens=num_speculative_tokens,
-            dtype=chosen_dtype(dtype, default_device()), extra=tuple(vllm_flag or ()),
+            dtype=chosen_dtype(dtype, device), extra=tuple(vllm_flag or ()),
         )  # fmt: skip
-        path = run_vllm_bench(settings, requests, out, progress)
-    sys.stdout.write(f"{path}\n{path.with_name('vllm.md')}\n")
+        rows = run_vllm_bench(settings, requests, out, progress)
+    sys.stdout.write(f"{rows}\n{rows.with_name('vllm.md')}\n")

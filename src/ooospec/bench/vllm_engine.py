@@ -29,6 +29,7 @@ from ooospec.bench.rows import Run
 from ooospec.bench.vllm_server import METHODS, START_LIMIT_S, Served, VllmSettings, served
 from ooospec.chat.schema import openai_tools
 from ooospec.chat.template import read_request
+from ooospec.config import DEFAULT_SIDECAR
 from ooospec.errors import UsageError
 from ooospec.models.progress import Progress
 from ooospec.sidecar.client import SidecarClient
@@ -38,7 +39,7 @@ TIE_GAP = 0.5
 """Largest gap of log-probabilities, in nats, that counts as a rounding tie in bfloat16."""
 FEW = 4
 """A concurrency gets requests in proportion to itself, and as many as one of `FEW` at least."""
-LOCAL = ("model", "sidecar", "draft")
+LOCAL = ("model", "sidecar_command", "draft")
 """Settings that are paths of this machine; the command has their names."""
 OTHER_USER = {"role": "user", "content": "Say hello in one word."}
 
@@ -54,6 +55,8 @@ class VllmRow(msgspec.Struct, kw_only=True):
     prefix: str = "cold"
     cores: str | None = None
     dtype: str = "bfloat16"
+    sidecar: str | None = DEFAULT_SIDECAR
+    """Of method ooo."""
     first_ms: float = 0.0
     """When the first tokens came."""
     total_ms: float
@@ -192,7 +195,8 @@ async def _measure(
                         VllmRow(
                             target=settings.name, method=method, concurrency=concurrency, benchmark=name,
                             request=request.id, prefix=settings.prefix, cores=settings.cores, dtype=settings.dtype,
-                            first_ms=round(first, 2), total_ms=round(took, 2), output_ids=choice["token_ids"],
+                            sidecar=settings.sidecar if method == "ooo" else None, first_ms=round(first, 2),
+                            total_ms=round(took, 2), output_ids=choice["token_ids"],
                             finish_reason=choice["finish_reason"],
                         )
                     )  # fmt: skip
@@ -307,6 +311,8 @@ def report(rows: Sequence[VllmRow], runs: Sequence[Run]) -> str:
             "time to its first token is taken off both.",
             "",
         ]
+        alone = [row for row in mine if row.method == "ooo" and row.sidecar is None]
+        lines += ["ooo has no sidecar here: schemas, earlier calls and the prompt alone.", ""] if alone else []
         lines += ["| benchmark | concurrency | requests | " + " | ".join(methods) + " |"]
         lines += ["|---|---|---|" + "---|" * len(methods)]
         for benchmark, concurrency in cells:

@@ -47,8 +47,10 @@ class VllmSettings:
     model: str
     """Hub id or folder of the target."""
     name: str
-    sidecar: Sequence[str]
-    """Command that serves the sidecar, with {address}."""
+    sidecar: str | None
+    """Name of method ooo's sidecar; None = it goes without."""
+    sidecar_command: Sequence[str]
+    """Command that serves it, with {address}."""
     draft: str | None
     methods: tuple[str, ...]
     concurrency: tuple[int, ...]
@@ -93,7 +95,7 @@ def speculative_config(settings: VllmSettings, method: str) -> dict[str, Any] | 
 
 @contextlib.contextmanager
 def served(settings: VllmSettings, method: str, log: Path) -> Iterator[Served]:
-    """Run `vllm serve`, and a sidecar for method ooo; yields where they are."""
+    """Run `vllm serve`, and method ooo's sidecar if it has one; yields where they are."""
     port, environment = _free_port(), {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
     if settings.cores is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = settings.cores
@@ -109,11 +111,12 @@ def served(settings: VllmSettings, method: str, log: Path) -> Iterator[Served]:
     with contextlib.ExitStack() as stack:
         address = None
         if method == "ooo":
-            address = f"tcp://127.0.0.1:{_free_port()}"
-            environment["OOOSPEC_SIDECAR"] = address
+            environment["OOOSPEC_SIDECAR"] = "none"
             environment["OOOSPEC_STATS"] = str(log.with_suffix(".stats.json"))
             command += ["--middleware", MIDDLEWARE]
-            beside = [part.format(address=address) for part in settings.sidecar]
+        if method == "ooo" and settings.sidecar is not None:
+            address = environment["OOOSPEC_SIDECAR"] = f"tcp://127.0.0.1:{_free_port()}"
+            beside = [part.format(address=address) for part in settings.sidecar_command]
             sidecar = stack.enter_context(_process(beside, log.with_suffix(".sidecar.log"), dict(os.environ)))
             keep_off(sidecar.pid, settings.cores)
         server = stack.enter_context(_process(command, log, environment))

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,9 +190,10 @@ def _python_literal(text: str) -> Any:
     for at, char in enumerate(text):
         if char in "]}":
             try:
-                value = ast.literal_eval(text[: at + 1])
+                with warnings.catch_warnings(action="ignore"):  # unknown escapes
+                    value = ast.literal_eval(text[: at + 1])
                 return json.loads(json.dumps(value, allow_nan=False))
-            except (ValueError, TypeError, SyntaxError, RecursionError):
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 continue
     return None
 
