@@ -79,8 +79,8 @@ def stub(monkeypatch):
 
 def settings(*methods, name="org/model", concurrency=(1, 2), prefix="cold", cores=None, sidecar="small"):
     return VllmSettings(
-        model="/m", name=name, sidecar=sidecar, sidecar_command=(), draft=None, methods=methods, concurrency=concurrency, max_new_tokens=7,
-        prefix=prefix, cores=cores,
+        model="/m", name=name, sidecar=sidecar, sidecar_command=(), draft=None, methods=methods,
+        concurrency=concurrency, max_new_tokens=7, prefix=prefix, cores=cores,
     )  # fmt: skip
 
 
@@ -202,7 +202,14 @@ def test_a_server_that_does_not_start_says_its_last_words(monkeypatch, tmp_path)
 
 def test_configurations_are_those_of_vllm():
     chosen = VllmSettings(
-        model="m", name="m", sidecar=None, sidecar_command=(), draft="d", methods=("plain",), concurrency=(1,), num_speculative_tokens=12
+        model="m",
+        name="m",
+        sidecar=None,
+        sidecar_command=(),
+        draft="d",
+        methods=("plain",),
+        concurrency=(1,),
+        num_speculative_tokens=12,
     )
     assert speculative_config(chosen, "plain") is None
     assert speculative_config(chosen, "draft_model")["model"] == "d"
