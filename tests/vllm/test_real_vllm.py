@@ -16,6 +16,7 @@ import pytest
 from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.vllm_engine import _ask, _compare, _gaps, _measure
 from ooospec.bench.vllm_server import VllmSettings, served
+from ooospec.config import DEFAULT_SIDECAR
 from ooospec.demo.examples import examples
 from ooospec.models.progress import Silent
 from ooospec.models.resolver import resolve_model
@@ -35,8 +36,8 @@ CITIES = ("Oslo", "Rome", "Kuala Lumpur", "São José", "Nuuk", "Port-au-Prince"
 def settings():
     beside = [sys.executable, "-m", "ooospec.cli", "sidecar", "--model", TARGET, "--address", "{address}"]
     return VllmSettings(
-        model=str(resolve_model(TARGET, Silent())), name=TARGET, sidecar=beside, draft=None, methods=("plain", "ooo"),
-        concurrency=(8,), max_new_tokens=96, max_model_len=2048, dtype="float32",
+        model=str(resolve_model(TARGET, Silent())), name=TARGET, sidecar=DEFAULT_SIDECAR, sidecar_command=beside,
+        draft=None, methods=("plain", "ooo"), concurrency=(8,), max_new_tokens=96, max_model_len=2048, dtype="float32",
         prefix="cold",
     )  # fmt: skip
 
