@@ -7,11 +7,15 @@ import string
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ooospec.chat.codec import TextCodec
 from ooospec.target.loading import LoadedModel
+
+settings.register_profile("untimed", deadline=None)  # what is slow on a busy machine is no fault
+settings.load_profile("untimed")
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 CHAT_TEMPLATE = (

@@ -38,7 +38,7 @@ def answer(call_format, text, cuts=(), tools=TOOLS, **options):
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_streamed_equals_whole_and_arguments_are_those_of_the_calls(name, data):
     call_format = FORMATS[name]
@@ -136,7 +136,7 @@ PARTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(PARTS), max_size=14), st.data())
 def test_any_text_streams_as_it_reads(parts, data):
     text = "".join(parts)

@@ -103,7 +103,7 @@ def test_noisy_drafts_change_nothing(tiny, seed):
     assert len(commits) < len(expected)  # and they do help
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_trees_change_nothing(tiny_llama, data):
     expected = stock(tiny_llama, 24)

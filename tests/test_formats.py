@@ -70,7 +70,7 @@ def scan(call_format, text, cuts=(), tools=TOOLS):
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_what_is_written_is_read_back_under_every_division(name, data):
     call_format = FORMATS[name]
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_back_under_every_division(name, data):
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_drafts_go_on_from_every_point_of_a_call(name, data):
     """From any beginning of what the target writes, some draft continues it exactly, if the hint is right."""
@@ -102,7 +102,7 @@ def test_drafts_go_on_from_every_point_of_a_call(name, data):
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_text_breaks_a_scanner_and_chunks_do_not_matter(name, data):
     call_format = FORMATS[name]

@@ -7,9 +7,11 @@ import json
 import pytest
 
 from ooospec.chat.schema import read_tools
-from ooospec.core import FunctionHint, Hint, SlotHint
+from ooospec.chat.style import StyleBook, object_style
+from ooospec.core import BONUS, Commit, DecodeContext, FunctionHint, Hint, SlotHint, common_prefix
 from ooospec.memory import Memory
 from ooospec.methods import Setup, method_named
+from ooospec.proposers.calls import CallProposer
 from scripted import write
 from test_exactness import PROMPT, run, stock
 
@@ -53,6 +55,26 @@ def test_learned_style_needs_one_round(codec, tools):
     first = rounds(codec, tools, indented, hint, memory=memory, nodes=400)
     assert first > 2
     assert rounds(codec, tools, indented, hint, memory=memory, nodes=400) == 1
+
+
+def test_a_style_has_its_chance_where_it_parts_from_better_ones(codec, tools):
+    """Two styles that begin alike: both are drafted, but from where they part on only one can be right."""
+    listed, book = read_tools(tools), StyleBook()
+    fenced, indented = (object_style("```json\n", "\n```", "\n", "arguments", indent) for indent in (0, 2))
+    book._learned["key"] = [indented, fenced]
+    proposer = CallProposer(book, hint_of)
+    for text in ("", "```json\n"):
+        proposer.begin(DecodeContext(codec, codec.encode("prompt"), codec.encode(text), listed, "key", "json"))
+        if text:
+            proposer.observe(Commit(tuple(codec.encode(text)), (BONUS,) * len(codec.encode(text)), 0, 0))
+        drafts = [draft for draft in proposer.propose() if draft.source == "hint"]
+        first, second = (
+            next(d for d in drafts if part in codec.decode(d.tokens)) for part in ('{\n  "name', '{"name": "get_w')
+        )
+        at = common_prefix(first.tokens, second.tokens)
+        assert at == len(codec.encode("{" if text else "```json\n{"))
+        assert second.kinds[at] == "hint style 1" and second.probabilities[at] < 0.1 < 0.9 < first.probabilities[at]
+        assert [kind for kind in (*first.kinds, *second.kinds) if "style" in kind] == ["hint style 1"]
 
 
 @pytest.mark.parametrize("wrong", ["city", "unit", "days"])

@@ -31,7 +31,7 @@ def scan(text, cuts=()):
     return scanner
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(CALLS, AROUND, AROUND, st.sampled_from([None, 2]), st.booleans(), st.data())
 def test_calls_are_found_under_every_division(calls, before, between, indent, ascii_only, data):
     text = before + between.join(
@@ -45,7 +45,7 @@ def test_calls_are_found_under_every_division(calls, before, between, indent, as
     assert list(scan(text, range(len(text))).finished()) == whole
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.text(alphabet='{}[]",:\\ \nabnameargumts123true-.é', max_size=80), st.data())
 def test_no_text_breaks_it_and_chunks_do_not_matter(text, data):
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))

@@ -300,7 +300,7 @@ def test_raw_bytes_are_refused_and_the_next_request_works(client, path, body_byt
     assert client.post("/v1/chat/completions", json=body()).status_code == 200
 
 
-@hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bodies_with_odd_values_never_break_the_server(client, data):
     """Any field of a request with any JSON value: an answer or a 4xx that says why."""
@@ -323,7 +323,7 @@ def test_its_own_description_holds_under_schemathesis(scripted_decoder):
         for operation in schema.get_all_operations():
             cases = operation.ok().as_strategy()
 
-            @hypothesis_settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @hypothesis_settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
             @given(case=cases)
             def check(case):
                 case.validate_response(case.call(), checks=[not_a_server_error])

@@ -41,7 +41,7 @@ FAMILIES = [
     pytest.param("smollm2-135m-instruct", marks=pytest.mark.models),
 ]
 MARKERS = sorted({marker for text in SAMPLES.values() for marker in re.findall(r"<｜.*?｜>|<\|.*?\|>", text)})
-SLOW_START = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
+SLOW_START = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
 
 def sentencepiece(old: bool) -> Tokenizer:

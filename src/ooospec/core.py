@@ -69,6 +69,11 @@ class ToolCall:
     raw_arguments: str
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One proposed continuation of the committed tokens."""

@@ -14,7 +14,7 @@ from ooospec.chat.formats.registry import format_named
 from ooospec.chat.template import check_messages, render
 from ooospec.config import AUTO, DEFAULT_SIDECAR, DEFAULT_TARGET, SMALLER, cache_dir, default_sidecar_pays
 from ooospec.constraint import Grammars
-from ooospec.core import Commit
+from ooospec.core import Commit, common_prefix
 from ooospec.errors import UsageError
 from ooospec.generation import Generation
 from ooospec.memory import Memory
@@ -41,7 +41,7 @@ from ooospec.target.loading import (
     stored_weights,
 )
 from ooospec.target.model import TargetModel
-from ooospec.target.prefix_cache import PrefixCache, common_prefix
+from ooospec.target.prefix_cache import PrefixCache
 
 READY_TIMEOUT_S = 120.0
 TURN_S = 2.5

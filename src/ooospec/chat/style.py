@@ -215,7 +215,7 @@ class StyleBook:
         """List styles with their chances: learned ones first (most recent best), then the defaults."""
         learned = self._learned.get(key, [])
         styles = [*learned, *(style for style in defaults if style not in learned)]
-        first = 0.9 if learned else 0.4
+        first = 0.75 if learned else 0.4
         rest = (1 - first) / max(1, len(styles) - 1)
         return [(style, first if index == 0 else rest) for index, style in enumerate(styles)]
 

@@ -7,20 +7,22 @@ the same drafter knows the values: the hint bank of OoO-Spec (one view per call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from ooospec.chat.answer import ThinkSplitter
 from ooospec.chat.codec import TextCodec, TextStream
 from ooospec.chat.drafter import END, Guess, Piece, continuations, is_writable
 from ooospec.chat.formats.registry import format_named
-from ooospec.chat.scanner import Scanner
-from ooospec.chat.style import CallStyle, StyleBook, ValueBook
-from ooospec.core import Commit, DecodeContext, Draft, Hint, SlotHint, Tool
+from ooospec.chat.style import StyleBook, ValueBook
+from ooospec.core import Commit, DecodeContext, Draft, Hint, SlotHint, Tool, common_prefix
 
 MAX_DRAFTS = 16
 MAX_HINT_DRAFTS = 9
 MAX_DRAFT_TOKENS = 160
+RANKS = 3
+"""Styles from here on are calibrated together."""
 INSIDE = 0.96
 """Chance that a piece goes on after its first token was right."""
 
@@ -113,12 +115,24 @@ class CallProposer:
 
     def _drafts(self, source: str, guess: Guess, count: int) -> list[Draft]:
         drafts: dict[tuple[int, ...], Draft] = {}
-        for pieces in _by_chance(self._scanner, self._styles, guess):
-            draft = self._tokenize(pieces, source)
-            if draft.tokens:
-                drafts.setdefault(draft.tokens, draft)
-            if len(drafts) >= count:
-                break
+        fitting = list[tuple[Iterable[list[Piece]], float]]()
+        for style, weight in self._styles:
+            views = (pieces for pieces in continuations(self._scanner, style, guess) if pieces)
+            if (first := next(views, None)) is not None:
+                fitting.append((chain([first], views), weight))
+        whole = sum(weight for _, weight in fitting)
+        for rank, (views, weight) in enumerate(fitting):
+            better = list(drafts)
+            for pieces in views:
+                if not rank and not self._scanner.text:
+                    pieces = [_weighted(pieces[0], weight), *pieces[1:]]
+                draft = self._tokenize(pieces, source)
+                if rank:
+                    draft = _apart(draft, better, weight / whole, rank)
+                if draft.tokens:
+                    drafts.setdefault(draft.tokens, draft)
+                if len(drafts) >= count:
+                    return list(drafts.values())
         return list(drafts.values())
 
     def _tokenize(self, pieces: Sequence[Piece], source: str) -> Draft:
@@ -155,15 +169,19 @@ class CallProposer:
             self.values.learn(self._scanner)
 
 
-def _by_chance(scanner: Scanner, styles: Sequence[tuple[CallStyle, float]], guess: Guess) -> Iterator[list[Piece]]:
-    """Yield continuations over all styles, the opening's chance weighted by the style's."""
-    for style, weight in styles:
-        for pieces in continuations(scanner, style, guess):
-            if pieces and not scanner.text:
-                first = pieces[0]
-                yield [Piece(first.text, first.chance * weight, f"{first.kind} {int(5 * weight)}"), *pieces[1:]]
-            elif pieces:
-                yield pieces
+def _weighted(piece: Piece, weight: float) -> Piece:
+    """Weigh the first piece of an answer by the chance of its style."""
+    return Piece(piece.text, piece.chance * weight, f"{piece.kind} {int(5 * weight)}")
+
+
+def _apart(draft: Draft, better: Sequence[tuple[int, ...]], share: float, rank: int) -> Draft:
+    """Put the chance of a view's style on the first token in which it differs from the views of better styles."""
+    at = max((common_prefix(draft.tokens, tokens) for tokens in better), default=0)
+    if at >= len(draft.tokens):
+        return draft
+    chances, kinds = list(draft.probabilities), list(draft.kinds)
+    chances[at], kinds[at] = chances[at] * share, f"{draft.source} style {min(rank, RANKS)}"
+    return replace(draft, probabilities=tuple(chances), kinds=tuple(kinds))
 
 
 def _uninformed(tools: Sequence[Tool]) -> Guess:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ooospec.core import common_prefix
 from ooospec.target.kv_cache import TreeCache
 
 DEFAULT_MAX_BYTES = 1 << 30
 MIN_REUSE = 16
 """Shorter common prefixes are not worth the copy."""
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, slots=True)
