@@ -7,7 +7,7 @@ the same drafter knows the values: the hint bank of OoO-Spec (one view per call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -115,11 +115,7 @@ class CallProposer:
 
     def _drafts(self, source: str, guess: Guess, count: int) -> list[Draft]:
         drafts: dict[tuple[int, ...], Draft] = {}
-        fitting = list[tuple[Iterable[list[Piece]], float]]()
-        for style, weight in self._styles:
-            views = (pieces for pieces in continuations(self._scanner, style, guess) if pieces)
-            if (first := next(views, None)) is not None:
-                fitting.append((chain([first], views), weight))
+        fitting = list(self._fitting(guess))
         whole = sum(weight for _, weight in fitting)
         for rank, (views, weight) in enumerate(fitting):
             better = list(drafts)
@@ -134,6 +130,13 @@ class CallProposer:
                 if len(drafts) >= count:
                     return list(drafts.values())
         return list(drafts.values())
+
+    def _fitting(self, guess: Guess) -> Iterator[tuple[Iterable[list[Piece]], float]]:
+        """Yield the continuations in every style that the committed text allows, with the style's chance."""
+        for style, weight in self._styles:
+            views = (pieces for pieces in continuations(self._scanner, style, guess) if pieces)
+            if (first := next(views, None)) is not None:
+                yield chain([first], views), weight
 
     def _tokenize(self, pieces: Sequence[Piece], source: str) -> Draft:
         """Turn pieces into tokens with the chance of each."""
