@@ -18,6 +18,7 @@ from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.vllm_engine import read_rows, run_vllm_bench
 from ooospec.bench.vllm_server import Served, VllmSettings, speculative_config
 from ooospec.cli import app
+from ooospec.config import DEFAULT_SIDECAR
 from ooospec.errors import UsageError
 from ooospec.models.progress import Silent
 
@@ -191,6 +192,30 @@ def test_wrong_settings_are_told_in_a_line(arguments, words, monkeypatch, tmp_pa
     options = ["--out", str(tmp_path), "--target", str(folder_of_tiny), "--benchmarks", "bfcl"]
     result = CliRunner().invoke(app, ["bench-vllm", *options, *arguments])
     assert result.exit_code == 2 and words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sidecar"),
+    [
+        ([], None),  # the tiny target is smaller than the sidecar, and both would use the same cores
+        (["--cores", "0"], DEFAULT_SIDECAR),
+        (["--adapter", "mine"], DEFAULT_SIDECAR),
+        (["--sidecar", "org/small"], "org/small"),
+        (["--sidecar", "none", "--cores", "0"], None),
+    ],
+)
+def test_the_default_sidecar_is_measured_where_it_pays(arguments, sidecar, monkeypatch, tmp_path, folder_of_tiny):
+    given = []
+    monkeypatch.setattr("ooospec.bench.datasets.load_benchmark", lambda name, data: [])
+    monkeypatch.setattr("ooospec.bench.datasets.suite", lambda suite, name, listed: listed)
+    monkeypatch.setattr("ooospec.target.loading.default_device", lambda: "cpu")
+    monkeypatch.setattr(vllm_engine, "run_vllm_bench", lambda chosen, *rest: given.append(chosen) or tmp_path / "rows")
+    options = ["--out", str(tmp_path), "--target", str(folder_of_tiny), "--methods", "plain,ooo"]
+    result = CliRunner().invoke(app, ["bench-vllm", *options, *arguments])
+    assert result.exit_code == 0 and given[0].sidecar == sidecar, result.output
+    if sidecar is not None:
+        command = list(given[0].sidecar_command)
+        assert command[command.index("--model") + 1] == sidecar and command[-2:] == ["--address", "{address}"]
 
 
 def test_a_server_that_does_not_start_says_its_last_words(monkeypatch, tmp_path):
