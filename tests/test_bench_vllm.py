@@ -113,6 +113,8 @@ def test_the_report_says_where_there_was_no_sidecar(stub, tmp_path, sidecar):
     rows = list(read_rows(run_vllm_bench(settings("plain", "ooo", sidecar=sidecar), REQUESTS, tmp_path, Silent())))
     assert {(row.method, row.sidecar) for row in rows} == {("plain", None), ("ooo", sidecar)}
     assert ("ooo has no sidecar here" in (tmp_path / "vllm.md").read_text()) is (sidecar is None)
+    with pytest.raises(UsageError, match=f"--sidecar {sidecar or 'none'}, this would be other; give --sidecar"):
+        run_vllm_bench(settings("plain", "ooo", sidecar="other"), REQUESTS, tmp_path, Silent())
 
 
 @pytest.mark.parametrize(
@@ -227,15 +229,9 @@ def test_a_server_that_does_not_start_says_its_last_words(monkeypatch, tmp_path)
 
 def test_configurations_are_those_of_vllm():
     chosen = VllmSettings(
-        model="m",
-        name="m",
-        sidecar=None,
-        sidecar_command=(),
-        draft="d",
-        methods=("plain",),
-        concurrency=(1,),
+        model="m", name="m", sidecar=None, sidecar_command=(), draft="d", methods=("plain",), concurrency=(1,),
         num_speculative_tokens=12,
-    )
+    )  # fmt: skip
     assert speculative_config(chosen, "plain") is None
     assert speculative_config(chosen, "draft_model")["model"] == "d"
     assert speculative_config(chosen, "ooo") == {

@@ -9,7 +9,8 @@ from ooospec.errors import ContextLengthError, UsageError
 from ooospec.sidecar import protocol
 from ooospec.sidecar.adapter import Habits, adapter_label, check_base, find_adapter, read_habits, shape_of, write_habits
 from ooospec.sidecar.branches import MAX_ANSWER_TOKENS, Branch, Trie, _finished_part
-from ooospec.sidecar.predictor import WavePredictor, _Pass, is_mentioned
+from ooospec.sidecar.mentioned import is_mentioned
+from ooospec.sidecar.predictor import WavePredictor, _Pass
 from ooospec.sidecar.prompt import prefix_ids
 from ooospec.sidecar.protocol import Function, SlotValue, Submit, ToolSlot, Turn
 

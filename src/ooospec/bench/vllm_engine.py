@@ -129,6 +129,13 @@ def _check_same(
                 f"{out} was measured with --prefix {row.prefix}, --cores {row.cores} and --dtype {row.dtype}, not with "
                 f"{settings.prefix}, {settings.cores} and {settings.dtype}; give those or another --out."
             )
+    for row in rows:
+        if row.method == "ooo" and row.target == settings.name and row.sidecar != settings.sidecar:
+            kept = row.sidecar or "none"
+            raise UsageError(
+                f"{out} has OoO-Spec with --sidecar {kept}, this would be {settings.sidecar or 'none'}; give --sidecar "
+                f"{kept} or another --out."
+            )
     had = {(row.request, row.concurrency) for row in rows if row.target == settings.name and row.method == "plain"}
     wanted = {
         (request.id, concurrency)

@@ -142,8 +142,8 @@ class Branch:
         return branch
 
     def may_begin(self, text: str) -> bool:
-        """Tell whether a token's text may be the first of an answer of this type."""
-        return not self.type or _BEGINNINGS[self.type].match(text) is not None
+        """Tell whether a token's text may be the first of an answer that is held to a type."""
+        return _BEGINNINGS[self.type].match(text) is not None
 
     def finish(self, codec: TextCodec) -> tuple[bool, Any]:
         """Say whether the answer is complete, and its value (None while it is not, or if it is no JSON)."""

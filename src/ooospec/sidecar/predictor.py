@@ -7,7 +7,6 @@ function first.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -23,6 +22,7 @@ from ooospec.errors import ContextLengthError
 from ooospec.sidecar.adapter import Habits
 from ooospec.sidecar.branches import Branch, Trie
 from ooospec.sidecar.copying import CopyIndex
+from ooospec.sidecar.mentioned import is_mentioned, may_be_mentioned
 from ooospec.sidecar.prompt import FUNCTION_QUESTION, NEUTRAL_DIALOGUE, prefix_ids
 from ooospec.sidecar.protocol import Function, SlotValue, Submit, encoder
 from ooospec.target.loading import LoadedModel
@@ -39,8 +39,6 @@ STEP_ROWS = 8
 PRIORS_KEPT = 256
 ROOM = 128
 """Positions left for a question and its answer behind a prefix."""
-_PIECE = re.compile(r'[^"\[\]{},:\s][^"\[\]{},]{2,}')
-"""Runs of three or more characters between the punctuation of JSON."""
 _NUMERIC = re.compile(r"\s*-?[0-9]+\s*")
 
 
@@ -394,23 +392,6 @@ class WavePredictor:
             agrees = index + 1 < len(chain) and branch.answer[-1] == chain[index + 1]
             if not agrees or branch.finish(self.codec)[0]:
                 return
-
-
-def is_mentioned(value: Any, dialogue: str) -> bool:
-    """Tell whether a value stands in the dialogue, letters' case aside."""
-    if isinstance(value, bool) or value is None:
-        return False
-    if isinstance(value, list):
-        return bool(value) and all(is_mentioned(part, dialogue) for part in value)
-    if isinstance(value, dict):
-        return bool(value) and all(is_mentioned(part, dialogue) for part in value.values())
-    text = value if isinstance(value, str) else json.dumps(value)
-    return bool(text) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", dialogue, re.IGNORECASE) is not None
-
-
-def may_be_mentioned(partial: str, dialogue: str) -> bool:
-    """Tell whether the pieces of an unfinished answer all stand in the dialogue, so that the whole still may."""
-    return all(piece.lower() in dialogue.lower() for piece in _PIECE.findall(partial))
 
 
 def _percent(chance: float) -> int:
