@@ -40,7 +40,7 @@ $(VVENV)/.installed: pyproject.toml
 	$(VVENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
 	$(VVENV)/bin/python -m pip install --quiet $(TORCH) $(VLLM)
 	$(VVENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VVENV)/bin/python -m pip install --quiet -e . pytest
+	$(VVENV)/bin/python -m pip install --quiet -e . pytest hypothesis
 	touch $@
 
 venv-vllm: $(VVENV)/.installed
