@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ooospec.errors import UsageError
-from ooospec.train.augment import Variation, after_calls, as_prose, tool_pool, vary
+from ooospec.train.augment import Variation, after_calls, as_prose, tool_pool, vary, with_closing
 from ooospec.train.collect import Plan, collect, is_dev, plan
 from ooospec.train.decontaminate import Inventory, normalized_name
 from ooospec.train.records import Call, Example, append_example, fault, read_examples
@@ -206,6 +206,16 @@ def test_calls_that_were_made_stand_in_the_dialogue():
     assert '<tool_call>\n{"name": "news", "parameters": {"topic": "x"}}\n</tool_call>\n<obs>{"api_name": "news"' in text
     shapes = {len(vary(msgspec.structs.replace(two, id=str(i)), [], Variation(prose=0.0), 0).calls) for i in range(30)}
     assert shapes == {1, 2}
+
+
+def test_a_closing_line_stands_under_the_dialogue_or_above_its_last_turn():
+    asked = example()
+    below, above = with_closing(asked, "One call.", True), with_closing(asked, "One call.", False)
+    assert [m["content"] for m in below.messages] == ["weather 0", "One call."] and not fault(below)
+    assert [m["content"] for m in above.messages] == ["One call.\n\nweather 0"]
+    assert as_prose(below).messages[-1]["content"].endswith("<user>weather 0</user>\n<user>One call.</user>")
+    midway = after_calls(msgspec.structs.replace(asked, calls=(*asked.calls, *asked.calls)), 1)
+    assert with_closing(midway, "One call.", False).messages[-1] == {"role": "user", "content": "One call."}
 
 
 def test_prose_has_the_same_tools_and_words():

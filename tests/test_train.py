@@ -28,10 +28,11 @@ def example(number=0, **arguments):
     )  # fmt: skip
 
 
-def trainer(out, recipe=None, count=6, dev=(), seed=0):
+def trainer(out, recipe=None, count=6, dev=(), seed=0, start=None):
     loaded = load_tiny("llama", seed)
     recipe = recipe or Recipe(rank=4, alpha=8, batch=2, learning_rate=3e-3, checkpoint_every=1, evaluate_every=2)
-    return Trainer(loaded, recipe, out, count, lambda i: pack(example(i), loaded), [pack(e, loaded) for e in dev])
+    packed_dev = [pack(e, loaded) for e in dev]
+    return Trainer(loaded, recipe, out, count, lambda i: pack(example(i), loaded), packed_dev, start)
 
 
 def test_a_question_for_the_function_and_every_slot_of_the_called_tool():
@@ -133,6 +134,27 @@ def test_nothing_to_train_on_and_wrong_layers_are_told(tmp_path):
         trainer(tmp_path, count=0)
     with pytest.raises(UsageError, match="first_layer must be from 0 to 1"):
         trainer(tmp_path, Recipe(first_layer=2))
+
+
+def test_a_run_may_begin_with_an_adapter(tmp_path):
+    first = trainer(tmp_path / "first")
+    list(first.run())
+    first.save_adapter(tmp_path / "adapter")
+    other_scale = Recipe(rank=4, alpha=2, batch=2, learning_rate=3e-3, checkpoint_every=1)
+    second = trainer(tmp_path / "second", other_scale, start=tmp_path / "adapter")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.inference_mode():
+        first.model.eval(), second.model.eval()
+        torch.testing.assert_close(second.model(ids).logits, first.model(ids).logits, rtol=2e-2, atol=2e-2)
+        with second.model.disable_adapter():
+            assert not torch.allclose(second.model(ids).logits, first.model(ids).logits, rtol=2e-2, atol=2e-2)
+    next(iter(second.run()))
+    with pytest.raises(UsageError, match=r"start .*adapter.*, now None"):
+        trainer(tmp_path / "second", other_scale)
+    with pytest.raises(UsageError, match=r"\(rank 4\) does not fit a run with rank 2"):
+        trainer(tmp_path / "third", Recipe(rank=2), start=tmp_path / "adapter")
+    with pytest.raises(UsageError, match="nowhere"):
+        trainer(tmp_path / "fourth", other_scale, start=tmp_path / "nowhere")
 
 
 def test_first_layer_leaves_lower_layers_without_an_adapter(tmp_path):

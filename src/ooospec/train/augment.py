@@ -20,6 +20,15 @@ _PROSE = """You help the user in a dialogue and can use the following tools:
 {{"name": "tool", "parameters": {{"parameter": "value"}}}}
 </tool_call>"""
 _TAGS = {"user": "user", "assistant": "response", "tool": "obs"}
+_CLOSINGS = (
+    "Now do what I asked for, with exactly one call.",
+    "Given everything said so far, which single call comes next?",
+    "Please answer with one function call and nothing else.",
+    "Considering the dialogue above, make the one call that serves me.",
+    "Use a tool for this. One call only, no explanation.",
+    "Go on with the next step of this conversation by calling a single tool.",
+)
+"""Lines as applications put them under every request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +39,11 @@ class Variation:
     """Tools kept at most; the ones that are called always stay."""
     distractors: int = 1
     """At most so many tools of other requests are added."""
-    prose: float = 0.35
+    prose: float = 0.4
     """Share of requests whose tools are listed as prose in the system prompt, as API-Bank does."""
-    midway: float = 0.6
+    closing: float = 0.4
+    """Share of requests that end with a line which asks for nothing new; in half of them, it is above the last turn."""
+    midway: float = 0.8
     """Share of requests with several calls in which the first of them have been made already."""
 
 
@@ -56,6 +67,9 @@ def vary(example: Example, pool: Sequence[Mapping[str, Any]], variation: Variati
             kept.append(dict(tool))
     chance.shuffle(kept)
     example = msgspec.structs.replace(example, tools=tuple(kept))
+    closing, below = chance.choice(_CLOSINGS), chance.random() < 0.5
+    if chance.random() < variation.closing:
+        example = with_closing(example, closing, below)
     return as_prose(example) if chance.random() < variation.prose else example
 
 
@@ -66,6 +80,16 @@ def after_calls(example: Example, count: int) -> Example:
         result = {"api_name": call.name, "input": call.arguments, "output": "done", "exception": None}
         messages += made_call(f"call_{number}", call.name, call.arguments, result)
     return msgspec.structs.replace(example, messages=tuple(messages), calls=example.calls[count:])
+
+
+def with_closing(example: Example, line: str, below: bool) -> Example:
+    """Put a line under the dialogue as a user's turn, or above its last turn if that is a user's."""
+    messages = list(example.messages)
+    if not below and messages and messages[-1]["role"] == "user":
+        messages[-1] = {**messages[-1], "content": f"{line}\n\n{messages[-1]['content']}"}
+    else:
+        messages.append({"role": "user", "content": line})
+    return msgspec.structs.replace(example, messages=tuple(messages))
 
 
 def as_prose(example: Example) -> Example:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,10 +24,8 @@ def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
 
     Settings besides the weights are those of the last one. Raises UsageError for adapters that do not belong together.
     """
-    for source in sources:
-        check_adapter(str(source))
+    states, scales = zip(*map(read_adapter, sources), strict=True)
     configs = [json.loads((source / CONFIG).read_text("utf-8")) for source in sources]
-    states = [load_file(source / WEIGHTS) for source in sources]
     bases = {config.get("base_model_name_or_path") for config in configs}
     if len(bases) > 1 or any(state.keys() != states[0].keys() for state in states):
         raise UsageError("These adapters do not belong together: they were trained on other bases or layers.")
@@ -37,8 +34,8 @@ def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
     made, kept, whole = dict[str, Tensor](), 0.0, 0.0
     for name in (name for name in states[0] if "lora_A" in name):
         other = name.replace("lora_A", "lora_B")
-        downs = torch.cat([state[name].float() for state in states])
-        ups = [state[other].float() * _scale(config) for state, config in zip(states, configs, strict=True)]
+        downs = torch.cat([state[name] for state in states])
+        ups = [state[other] * scale for state, scale in zip(states, scales, strict=True)]
         made[name], made[other], sizes = _truncated(torch.cat(ups, 1) / len(states), downs, rank)
         kept, whole = kept + float(sizes[:rank].square().sum()), whole + float(sizes.square().sum())
     out.mkdir(parents=True, exist_ok=True)
@@ -49,8 +46,12 @@ def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
     return 1 - kept / whole if whole else 0.0
 
 
-def _scale(config: dict[str, Any]) -> float:
-    return float(config["lora_alpha"]) / float(config["r"])
+def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
+    """Return the weights of an adapter in float32, and the scale of its updates. Raises UsageError."""
+    check_adapter(str(folder))
+    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    state = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()}
+    return state, float(config["lora_alpha"]) / float(config["r"])
 
 
 def _truncated(up: Tensor, down: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ooospec.config import DEFAULT_SIDECAR, DEFAULT_TARGET
+from ooospec.config import AUTO, DEFAULT_SIDECAR, DEFAULT_TARGET
 from ooospec.console import Device, Dtype, clean_errors, progress_bars
 from ooospec.errors import UsageError
 
@@ -88,19 +88,26 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run; one that was stopped is gone on with.")],
     base: Annotated[str, typer.Option(help="Model to train, as for --sidecar.")] = DEFAULT_SIDECAR,
     recipe: Annotated[str, typer.Option(help="published, small (for CPUs), or a TOML file of settings.")] = "published",
+    start: Annotated[
+        str | None, typer.Option(help="Adapter to begin with instead of none: a folder, or auto = the one that ships.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most so many requests.")] = None,
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
     """Train a LoRA adapter on collected traces and calibrate its chances."""
     from ooospec.models.resolver import resolve_model
+    from ooospec.sidecar.adapter import find_adapter
     from ooospec.train.recipe import read_recipe
     from ooospec.train.run import run_training
 
-    settings = read_recipe(recipe)
+    settings, begun = read_recipe(recipe), find_adapter(start, base)
+    start_folder = Path(begun) if begun is not None else None
+    if start == AUTO and begun is None:
+        raise UsageError(f"No adapter ships for {base}; give --start FOLDER, or leave it out.")
     with progress_bars() as progress:
         path = resolve_model(base, progress)
-        folder = run_training(path, base, data, out, settings, limit, dtype, device, progress)
+        folder = run_training(path, base, data, out, settings, limit, dtype, device, progress, start_folder)
     sys.stdout.write(f"{folder}\n{out / 'training.html'}\nNow: --adapter {folder}\n")
 
 

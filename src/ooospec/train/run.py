@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ from ooospec.train.evaluate import (
     cases_of_results,
     evaluate,
 )  # fmt: skip
-from ooospec.train.packing import pack
+from ooospec.train.packing import Packed, pack
 from ooospec.train.plots import training_page
 from ooospec.train.recipe import Recipe
 from ooospec.train.records import Example, fault, read_examples
@@ -66,6 +67,7 @@ def run_training(
     dtype: str,
     device: str | None,
     progress: Progress,
+    start: Path | None = None,
 ) -> Path:
     """Train, plot, calibrate; return the adapter's folder. Goes on where an earlier run was stopped."""
     examples, held_out = load_traces(data)
@@ -73,7 +75,8 @@ def run_training(
     adapter = out / "adapter"
     if dtype == AUTO and chosen_dtype(dtype, parse_device(device)) == "float16":
         dtype = "float32"  # small gradients are nothing in float16
-    _train(load_model(path, base, dtype, device), examples, held_out, out, recipe, progress).save_adapter(adapter)
+    loaded = load_model(path, base, dtype, device)
+    _train(loaded, examples, held_out, out, recipe, progress, start).save_adapter(adapter)
     config = json.loads((path / "config.json").read_text("utf-8"))
     write_habits(adapter, Habits(base=base, base_shape=shape_of(config), answers_null=True, prior_weight=0.0))
     calibrate(path, base, adapter, list(cases_of_examples(held_out)), device, progress)
@@ -81,17 +84,28 @@ def run_training(
 
 
 def _train(
-    loaded: LoadedModel, examples: list[Example], held_out: list[Example], out: Path, recipe: Recipe, progress: Progress
+    loaded: LoadedModel,
+    examples: list[Example],
+    held_out: list[Example],
+    out: Path,
+    recipe: Recipe,
+    progress: Progress,
+    start: Path | None,
 ) -> Trainer:
     """Run the optimiser to the end, drawing the plot after every step."""
     dev = [packed for e in held_out if (packed := pack(e, loaded, recipe.max_tokens)) is not None]
-    trainer = Trainer(loaded, recipe, out, len(examples), lambda i: pack(examples[i], loaded, recipe.max_tokens), dev)
+    pack_one = partial(_pack_numbered, examples, loaded, recipe.max_tokens)
+    trainer = Trainer(loaded, recipe, out, len(examples), pack_one, dev, start)
     for report in trainer.run():
         note = f"loss {report.loss:.3f}, {report.tokens_per_s:.0f} tokens/s, {report.left_s / 60:.0f} min left"
         progress.update("train", report.step, report.steps, note)
         about = f"{loaded.name}, {len(examples)} requests, {len(dev)} held out."
         (out / "training.html").write_text(training_page(out / LOG, "Training of a sidecar", about), "utf-8")
     return trainer
+
+
+def _pack_numbered(examples: Sequence[Example], loaded: LoadedModel, max_tokens: int, number: int) -> Packed | None:
+    return pack(examples[number], loaded, max_tokens)
 
 
 def calibrate(

@@ -16,12 +16,13 @@ from typing import Any
 
 import msgspec
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ooospec.errors import UsageError
 from ooospec.target.loading import LoadedModel
+from ooospec.train.average import read_adapter
 from ooospec.train.packing import FUNCTION, NULL, VALUE, Packed
 from ooospec.train.recipe import Recipe
 
@@ -86,13 +87,19 @@ class Trainer:
         count: int,
         pack: Callable[[int], Packed | None],
         dev: Sequence[Packed] = (),
+        start: Path | None = None,
     ) -> None:
-        """Wrap the model of `loaded` and resume from `out` if it holds a checkpoint. Raises UsageError."""
+        """Wrap the model of `loaded`; resume from `out` if it holds a checkpoint, else begin with the adapter `start`.
+
+        Raises UsageError.
+        """
         if count < 1:
             raise UsageError("There is nothing to train on: no example was usable.")
         self.recipe, self.out, self.count, self.pack, self.dev = recipe, out, count, pack, dev
         self.base, self.device = loaded.name, loaded.model.device
         self.model = _with_fresh_adapter(loaded, recipe)
+        if start is not None:
+            _begin_with(self.model, start, recipe)
         self.weights = [p for p in self.model.parameters() if p.requires_grad]
         self.masters = [p.detach().float().clone().requires_grad_() for p in self.weights]
         self.optimizer = torch.optim.AdamW(
@@ -102,6 +109,7 @@ class Trainer:
         self.steps, self.step = recipe.epochs * self.per_epoch, 0
         self.out.mkdir(parents=True, exist_ok=True)
         self._identity = {**msgspec.structs.asdict(recipe), "base": loaded.name, "dtype": loaded.dtype, "count": count}
+        self._identity["start"] = str(start) if start is not None else None
         self._resume()
 
     def run(self) -> Iterator[Report]:
@@ -237,6 +245,22 @@ def _with_fresh_adapter(loaded: LoadedModel, recipe: Recipe) -> Any:
         layers_to_transform=chosen, task_type="CAUSAL_LM",
     )  # fmt: skip
     return get_peft_model(loaded.model, lora, autocast_adapter_dtype=False)
+
+
+def _begin_with(model: Any, start: Path, recipe: Recipe) -> None:
+    """Copy the weights of an adapter of the recipe's rank and layers. Raises UsageError."""
+    state, scale = read_adapter(start)
+    own = get_peft_model_state_dict(model)
+    if {name: tensor.shape for name, tensor in state.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        rank = next((len(tensor) for name, tensor in state.items() if "lora_A" in name), 0)
+        raise UsageError(
+            f"Adapter {str(start)!r} (rank {rank}) does not fit a run with rank {recipe.rank} and first_layer "
+            f"{recipe.first_layer} on this base; give a --recipe with the same, or another --start."
+        )
+    factor = scale * recipe.rank / recipe.alpha
+    for name, tensor in state.items():
+        state[name] = tensor * factor if "lora_B" in name else tensor
+    set_peft_model_state_dict(model, state)
 
 
 def _cut_log(path: Path, step: int) -> None:
