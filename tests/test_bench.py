@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 
@@ -106,6 +107,22 @@ def test_torn_and_half_written_groups_are_measured_again(bench):
     results.rows_file.write_bytes(b"".join([lines[0], b"garbage\n", *lines[1:]]))
     with pytest.raises(UsageError, match=r"rows\.jsonl, line 2 is not a benchmark row"):
         bench()
+
+
+def test_packed_rows_are_read_and_gone_on_with(bench):
+    folder, _ = bench(limit=1)
+    results = Results(folder)
+    rows, data = results.rows(), results.rows_file.read_bytes()
+    results.rows_file.unlink()
+    results.packed_file.write_bytes(gzip.compress(data))
+    assert results.rows() == rows
+    assert bench(limit=1)[1] == [] and not results.rows_file.exists()
+    bench(limit=2)
+    assert results.rows_file.read_bytes().startswith(data) and len(results.rows()) == 2 * len(rows)
+    results.rows_file.unlink()
+    results.packed_file.write_bytes(gzip.compress(data)[:-20])
+    with pytest.raises(UsageError, match=r"rows\.jsonl\.gz is damaged"):
+        results.rows()
 
 
 def test_a_full_disk_leaves_no_torn_line(bench, monkeypatch):

@@ -1,12 +1,15 @@
 """What a benchmark run writes: one JSON line a request, method and condition, and the provenance of every start.
 
 `DIR/rows.jsonl` and `DIR/runs.jsonl`. A group (all methods and conditions of one request) is written in one piece, so
-that a run that was killed goes on at the first group that is not whole.
+that a run that was killed goes on at the first group that is not whole. `rows.jsonl.gz` is read as well, and unpacked
+when rows are added.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,10 +130,11 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows_file, self.runs_file = folder / "rows.jsonl", folder / "runs.jsonl"
+        self.packed_file = folder / "rows.jsonl.gz"
 
     def rows(self) -> list[Row]:
         """Read all whole rows; a torn last line is left out."""
-        return list(_read(self.rows_file, Row))
+        return list(_read(self.rows_file if self.rows_file.exists() else self.packed_file, Row))
 
     def runs(self) -> list[Run]:
         """Read the provenance."""
@@ -138,6 +142,8 @@ class Results:
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add a group in one write and bring it to the disk."""
+        if self.packed_file.exists() and not self.rows_file.exists():
+            self.keep(self.rows())
         _append(self.rows_file, rows)
 
     def add_run(self, run: Run) -> int:
@@ -169,8 +175,11 @@ def _append(path: Path, items: Sequence[msgspec.Struct]) -> None:
 def _read(path: Path, kind: type[S]) -> Iterator[S]:
     try:
         data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
     except FileNotFoundError:
         return
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{path} is damaged ({error}); fetch it anew or choose another folder.") from error
     decoder = msgspec.json.Decoder(kind)
     lines = data.split(b"\n")
     for number, line in enumerate(lines):
