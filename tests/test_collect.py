@@ -271,6 +271,13 @@ def test_plan_leaves_out_clashes_and_keeps_to_limits(tmp_path):
     assert plan(["toolrl_rlla"], tmp_path, NOTHING, max_chars=50).left_out["toolrl_rlla"]["longer than asked for"] == 5
 
 
+def test_held_out_requests_are_asked_first(tmp_path):
+    rows = [json.loads(json.dumps(rlla_row()).replace("weather", f"weather{i}")) for i in range(60)]
+    write(tmp_path / "toolrl_rlla" / "rlla_sft.json", json.dumps(rows))
+    sides = [is_dev(e) for e in plan(["toolrl_rlla"], tmp_path, NOTHING).examples]
+    assert sides == sorted(sides, reverse=True) and set(sides) == {True, False}
+
+
 def test_the_held_out_part_is_chosen_by_api():
     groups = [Example(id="x", source="s", group=f"g{i}", messages=()) for i in range(1000)]
     assert 20 < sum(map(is_dev, groups)) < 90 and is_dev(groups[0]) == is_dev(groups[0])

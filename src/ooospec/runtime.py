@@ -24,7 +24,7 @@ from ooospec.models.resolver import resolve_model
 from ooospec.placement import Placement
 from ooospec.planner import check_policy
 from ooospec.request import Request
-from ooospec.sidecar.adapter import NONE, find_adapter
+from ooospec.sidecar.adapter import find_adapter, is_named
 from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.mailbox import Mailbox
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
@@ -88,8 +88,7 @@ class Decoder:
         self.left_out = ""
         """Why the default sidecar is not used; empty if it is, or if another was chosen."""
         if sidecar == AUTO:
-            chosen = adapter not in (AUTO, NONE, None)  # who names an adapter wants its sidecar
-            sidecar = DEFAULT_SIDECAR if chosen else self._default_sidecar(target, device, progress)
+            sidecar = DEFAULT_SIDECAR if is_named(adapter) else self._default_sidecar(target, device, progress)
         adapter = find_adapter(adapter, sidecar or "")
         check_adapter(adapter)
         if adapter and (sidecar is None or "://" in sidecar):

@@ -136,7 +136,7 @@ def bench_vllm(
     from ooospec.bench.vllm_engine import run_vllm_bench
     from ooospec.bench.vllm_server import VllmSettings
     from ooospec.models.resolver import resolve_model
-    from ooospec.sidecar.adapter import NONE
+    from ooospec.sidecar.adapter import NONE, is_named
     from ooospec.target.loading import chosen_dtype, default_device, stored_weights
 
     levels = _names(concurrency)
@@ -148,7 +148,7 @@ def bench_vllm(
         path, device = resolve_model(target, progress), default_device()
         if sidecar == AUTO:  # the cores are shared unless --cores says otherwise
             pays = device != "cpu" or cores is not None or default_sidecar_pays(stored_weights(path))
-            sidecar = DEFAULT_SIDECAR if pays or adapter not in (AUTO, NONE) else NONE
+            sidecar = DEFAULT_SIDECAR if pays or is_named(adapter) else NONE
         beside = [sys.executable, "-m", "ooospec.cli", "sidecar", "--model", sidecar, "--adapter", adapter, "--address"]
         settings = VllmSettings(
             model=str(path), name=target, sidecar=None if sidecar == NONE else sidecar,

@@ -52,6 +52,11 @@ def find_adapter(adapter: str | None, sidecar: str) -> str | None:
     return None if adapter in (None, NONE) else adapter
 
 
+def is_named(adapter: str | None) -> bool:
+    """Tell whether somebody chose an adapter, and so wants the sidecar that it belongs to."""
+    return adapter not in (AUTO, NONE, None)
+
+
 def adapter_label(adapter: str | None, sidecar: str) -> str | None:
     """Name the adapter in reports: its folder as given, `shipped`, or None."""
     found = find_adapter(adapter, sidecar)

@@ -47,7 +47,8 @@ def plan(
 ) -> Plan:
     """Choose at most `limit` requests of each source, without what clashes with evaluation, in mixed order.
 
-    `max_chars` bounds messages and tools together. Raises UsageError for unknown or missing sources.
+    The held-out ones come first: a collection that is stopped early has what calibration needs. `max_chars` bounds
+    messages and tools together. Raises UsageError for unknown or missing sources.
     """
     chosen, left_out = list[Example](), dict[str, dict[str, int]]()
     for source in sources:
@@ -74,6 +75,7 @@ def plan(
         chosen += kept
         left_out[source] = dict(reasons)
     random.Random(f"{seed}-order").shuffle(chosen)
+    chosen.sort(key=lambda example: not is_dev(example))
     return Plan(chosen, left_out)
 
 

@@ -36,7 +36,7 @@ from ooospec.train.records import Example, fault, read_examples
 from ooospec.train.trainer import LOG, Trainer
 
 DEV_REQUESTS = 48
-"""Held-out requests that training looks at."""
+"""Held-out requests that training looks at; calibration takes all."""
 
 
 def load_traces(paths: Sequence[Path]) -> tuple[list[Example], list[Example]]:
@@ -53,8 +53,8 @@ def load_traces(paths: Sequence[Path]) -> tuple[list[Example], list[Example]]:
 
 
 def held_out_cases(data: Sequence[Path]) -> list[Case]:
-    """Return what training looks at but does not learn from, as cases of an evaluation."""
-    return list(cases_of_examples(load_traces(data)[1][:DEV_REQUESTS]))
+    """Return the held-out requests as cases of an evaluation."""
+    return list(cases_of_examples(load_traces(data)[1]))
 
 
 def run_training(
@@ -71,12 +71,12 @@ def run_training(
 ) -> Path:
     """Train, plot, calibrate; return the adapter's folder. Goes on where an earlier run was stopped."""
     examples, held_out = load_traces(data)
-    examples, held_out = examples[:limit], held_out[:DEV_REQUESTS]
+    examples = examples[:limit]
     adapter = out / "adapter"
     if dtype == AUTO and chosen_dtype(dtype, parse_device(device)) == "float16":
         dtype = "float32"  # small gradients are nothing in float16
     loaded = load_model(path, base, dtype, device)
-    _train(loaded, examples, held_out, out, recipe, progress, start).save_adapter(adapter)
+    _train(loaded, examples, held_out[:DEV_REQUESTS], out, recipe, progress, start).save_adapter(adapter)
     config = json.loads((path / "config.json").read_text("utf-8"))
     write_habits(adapter, Habits(base=base, base_shape=shape_of(config), answers_null=True, prior_weight=0.0))
     calibrate(path, base, adapter, list(cases_of_examples(held_out)), device, progress)
