@@ -64,7 +64,7 @@ def plan(
             if not reason:
                 example = vary(example, pool, variation or Variation(), seed)
                 size = len(json.dumps([example.messages, example.tools]))
-                reason = "longer than asked for" if size > max_chars else ""
+                reason = "longer than asked for" if size > max_chars else inventory.clash(example)
             if not reason and example.fingerprint() in seen:
                 reason = "the same request again"
             if reason:
