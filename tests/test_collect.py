@@ -15,7 +15,7 @@ from ooospec.train.collect import Plan, collect, is_dev, plan
 from ooospec.train.decontaminate import Inventory, normalized_name
 from ooospec.train.records import Call, Example, append_example, fault, read_examples
 from ooospec.train.sources import SOURCES, load_source
-from ooospec.train.teachers import EndpointTeacher, NoCall, TeacherGone, gold_hint, parse_tool_call
+from ooospec.train.teachers import EndpointTeacher, NoAnswer, NoCall, TeacherGone, gold_hint, parse_tool_call
 from scripted import ScriptedTarget
 from test_train import example, tool
 
@@ -278,9 +278,11 @@ def test_held_out_requests_are_asked_first(tmp_path):
     assert sides == sorted(sides, reverse=True) and set(sides) == {True, False}
 
 
-def test_the_held_out_part_is_chosen_by_api():
-    groups = [Example(id="x", source="s", group=f"g{i}", messages=()) for i in range(1000)]
-    assert 20 < sum(map(is_dev, groups)) < 90 and is_dev(groups[0]) == is_dev(groups[0])
+def test_the_held_out_part_is_chosen_by_the_called_function():
+    calls = [Example(id="x", source="s", messages=(), calls=(Call(f"g{i}", {"a": i}),)) for i in range(1000)]
+    assert 20 < sum(map(is_dev, calls)) < 90
+    spelt = [msgspec.structs.replace(e, source="t", calls=(Call(e.calls[0].name.upper() + "_", {}),)) for e in calls]
+    assert list(map(is_dev, spelt)) == list(map(is_dev, calls))
 
 
 # ---------------------------------------------------------------- teachers
@@ -330,10 +332,109 @@ def test_a_call_in_the_text_is_read_too():
     assert parse_tool_call({"content": text}, tools) == Call("weather", {"city": "Rome"})
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": 3}]}'])
-def test_nonsense_from_an_endpoint_is_no_call(body):
-    with pytest.raises(NoCall, match="no chat completion"):
-        endpoint(lambda request: httpx.Response(200, content=body)).answer(example())
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": 3}]}', b"[" * 100_000]
+)
+def test_nonsense_from_an_endpoint_is_no_answer(body, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    asked = []
+
+    def handler(request):
+        asked.append(request)
+        return httpx.Response(200, content=body)
+
+    with pytest.raises(NoAnswer, match=r"in 5 attempts \(a body that is no chat completion"):
+        endpoint(handler).answer(example())
+    assert len(asked) == 5
+
+
+@pytest.mark.parametrize("arguments", ['{"city": NaN}', '{"city": "\\ud800"}', '{"city": ' + "[" * 100_000])
+def test_arguments_that_no_file_could_hold_are_no_call(arguments):
+    tools = {t.name: t for t in example().request()[0]}
+    with pytest.raises(NoCall, match="arguments that are no JSON"):
+        parse_tool_call({"tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}, tools)
+
+
+class Failing(Scripted):
+    """Gives no answer to some requests, or refuses all."""
+
+    def __init__(self, silent=(), error=NoAnswer):
+        super().__init__()
+        self.silent, self.error = silent, error
+
+    def answer(self, asked):
+        call = super().answer(asked)
+        if asked.id in self.silent:
+            raise self.error("status 500")
+        return call
+
+
+def test_a_request_without_an_answer_is_left_for_the_next_start(tmp_path):
+    counts = collect(planned(), Failing({"e1", "e4"}), tmp_path, NOTHING)
+    assert counts == {"traces": 3, "no call": 1, "without an answer, to be asked again": 2}
+    again = Scripted()
+    assert collect(planned(), again, tmp_path, NOTHING)["traces"] == 5
+    assert again.asked == ["e1", "e4"]
+
+
+def test_two_requests_without_an_answer_end_a_collection_and_lose_nothing(tmp_path):
+    teacher = Failing({"e1", "e2"})
+    with pytest.raises(NoAnswer, match="status 500"):
+        collect(planned(), teacher, tmp_path, NOTHING)
+    assert teacher.asked == ["e0", "e1", "e2"]
+    assert [t.id for t in read_examples(tmp_path / "traces.jsonl")] == ["e0"]
+
+
+def test_answers_that_were_under_way_are_kept_when_another_fails(tmp_path):
+    failed = threading.Event()
+
+    class Slow(Failing):
+        def answer(self, asked):
+            if asked.id in self.silent:
+                failed.set()
+            else:
+                assert failed.wait(10)
+            return super().answer(asked)
+
+    with pytest.raises(TeacherGone, match="status 500"):
+        collect(planned(3), Slow({"e0"}, TeacherGone), tmp_path, NOTHING, concurrency=3)
+    assert {t.id for t in read_examples(tmp_path / "traces.jsonl")} == {"e1", "e2"}
+
+
+def test_a_folder_holds_the_answers_of_one_teacher(tmp_path):
+    collect(planned(2), Scripted(), tmp_path, NOTHING)
+    other = Scripted()
+    other.name = "other"
+    with pytest.raises(UsageError, match=r"holds answers of scripted; choose another --out for those of other"):
+        collect(planned(), other, tmp_path, NOTHING)
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["teachers"] == {"scripted": 2}
+
+
+def test_the_card_tells_of_all_traces_whatever_was_planned_last(tmp_path):
+    traced = [msgspec.structs.replace(e, source="glaive_demo") for e in planned(2).examples]
+    collect(Plan(traced, {"glaive_demo": {}}), Scripted(), tmp_path, NOTHING)
+    collect(Plan([], {"sgd": {"no call": 3}}), Scripted(), tmp_path, NOTHING)
+    sources = json.loads((tmp_path / "card.json").read_text())["sources"]
+    assert sources["glaive_demo"] == {"traces": 2, "licence": "Apache-2.0", "left_out": None}
+    assert sources["sgd"]["left_out"] == {"no call": 3}
+
+
+def test_a_damaged_line_of_skipped_requests_is_named(tmp_path):
+    collect(planned(), Scripted(), tmp_path, NOTHING)
+    skipped = tmp_path / "skipped.jsonl"
+    skipped.write_bytes(b"nonsense\n" + skipped.read_bytes())
+    with pytest.raises(UsageError, match=r"skipped\.jsonl, line 1 is damaged.*remove that line"):
+        collect(planned(), Scripted(), tmp_path, NOTHING)
+
+
+def test_rows_that_come_again_or_that_no_file_could_hold_are_left_out(tmp_path):
+    odd = json.loads(json.dumps(rlla_row()).replace("Weather in", "\\ud800 in"))
+    assert odd != rlla_row()
+    write(tmp_path / "toolrl_rlla" / "rlla_sft.json", json.dumps([rlla_row(), rlla_row(), odd]))
+    found = plan(["toolrl_rlla"], tmp_path, NOTHING)
+    assert len(found.examples) == 1
+    assert found.left_out["toolrl_rlla"] == {"the same request again": 1, "row of another form": 1}
 
 
 def test_a_busy_or_silent_endpoint_is_asked_again_then_given_up(monkeypatch):
@@ -352,8 +453,17 @@ def test_a_busy_or_silent_endpoint_is_asked_again_then_given_up(monkeypatch):
 
 
 def test_a_refusal_ends_the_collection_at_once():
-    with pytest.raises(TeacherGone, match="status 401, bad key"):
-        endpoint(lambda request: httpx.Response(401, text="bad key")).answer(example())
+    with pytest.raises(TeacherGone, match=r"status 401, bad key\. The key is read from OPENAI_API_KEY") as refused:
+        endpoint(lambda request: httpx.Response(401, text="<p>bad\nkey".removeprefix("<p>"))).answer(example())
+    assert not isinstance(refused.value, NoAnswer)
+    with pytest.raises(TeacherGone, match=r"status 404, Not Found.*as the API's root"):
+        endpoint(lambda request: httpx.Response(404)).answer(example())
+    with pytest.raises(NoAnswer, match="status 400, too long"):
+        endpoint(lambda request: httpx.Response(400, text="too long")).answer(example())
+    with pytest.raises(UsageError, match="OPENAI_API_KEY"):
+        EndpointTeacher("http://127.0.0.1:1/v1", "m", "schlüssel")
+    with pytest.raises(UsageError, match="is no URL"):
+        EndpointTeacher("http://[::1", "m")
     with pytest.raises(UsageError, match="http://"):
         EndpointTeacher("localhost:8000", "m")
 

@@ -23,16 +23,16 @@ def tool(name, *slots, required=()):
 def example(number=0, **arguments):
     arguments = arguments or {"city": f"town {number}"}
     return Example(
-        id=f"e{number}", source="test", group="test", messages=({"role": "user", "content": f"weather {number}"},),
+        id=f"e{number}", source="test", messages=({"role": "user", "content": f"weather {number}"},),
         tools=(tool("weather", "city", "unit"), tool("news", "topic")), calls=(Call("weather", arguments),),
     )  # fmt: skip
 
 
-def trainer(out, recipe=None, count=6, dev=(), seed=0, start=None):
+def trainer(out, recipe=None, count=6, dev=(), seed=0, start=None, data=""):
     loaded = load_tiny("llama", seed)
     recipe = recipe or Recipe(rank=4, alpha=8, batch=2, learning_rate=3e-3, checkpoint_every=1, evaluate_every=2)
     packed_dev = [pack(e, loaded) for e in dev]
-    return Trainer(loaded, recipe, out, count, lambda i: pack(example(i), loaded), packed_dev, start)
+    return Trainer(loaded, recipe, out, count, lambda i: pack(example(i), loaded), packed_dev, start, data)
 
 
 def test_a_question_for_the_function_and_every_slot_of_the_called_tool():
@@ -129,6 +129,36 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
         trainer(tmp_path, Recipe(rank=8, alpha=8, batch=2, learning_rate=3e-3, checkpoint_every=1, evaluate_every=2))
 
 
+def test_other_examples_in_the_same_folder_are_refused(tmp_path):
+    next(iter(trainer(tmp_path, data="a").run()))
+    assert trainer(tmp_path, data="a").step == 1
+    with pytest.raises(UsageError, match=r"other settings.*data 'a', now 'b'"):
+        trainer(tmp_path, data="b")
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b"", lambda b: b[:200] + b"x" * 200 + b[400:]])
+def test_a_damaged_checkpoint_is_told(tmp_path, damage):
+    next(iter(trainer(tmp_path).run()))
+    state = tmp_path / "checkpoint" / "state.pt"
+    state.write_bytes(damage(state.read_bytes()))
+    with pytest.raises(UsageError, match=r"state\.pt is damaged .*remove .*checkpoint to begin anew"):
+        trainer(tmp_path)
+
+
+def test_a_log_without_a_checkpoint_is_begun_anew(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    list(trainer(tmp_path).run())
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
+def test_requests_that_are_all_too_long_are_told(tmp_path):
+    run = trainer(tmp_path)
+    run.pack = lambda index: None
+    with pytest.raises(UsageError, match=r"all 6 examples ask nothing, or have more tokens than max_tokens = 2048"):
+        list(run.run())
+
+
 def test_nothing_to_train_on_and_wrong_layers_are_told(tmp_path):
     with pytest.raises(UsageError, match="nothing to train on"):
         trainer(tmp_path, count=0)
@@ -149,10 +179,12 @@ def test_a_run_may_begin_with_an_adapter(tmp_path):
         with second.model.disable_adapter():
             assert not torch.allclose(second.model(ids).logits, first.model(ids).logits, rtol=2e-2, atol=2e-2)
     next(iter(second.run()))
-    with pytest.raises(UsageError, match=r"start .*adapter.*, now None"):
+    with pytest.raises(UsageError, match=r"start '[0-9a-f]{12}', now None"):
         trainer(tmp_path / "second", other_scale)
-    with pytest.raises(UsageError, match=r"\(rank 4\) does not fit a run with rank 2"):
+    with pytest.raises(UsageError, match=r"has rank 4, the recipe 2; give a --recipe with rank 4"):
         trainer(tmp_path / "third", Recipe(rank=2), start=tmp_path / "adapter")
+    with pytest.raises(UsageError, match="on other layers or another base"):
+        trainer(tmp_path / "fifth", Recipe(rank=4, first_layer=1), start=tmp_path / "adapter")
     with pytest.raises(UsageError, match="nowhere"):
         trainer(tmp_path / "fourth", other_scale, start=tmp_path / "nowhere")
 
@@ -183,7 +215,13 @@ def test_the_published_recipe_is_the_default():
         read_recipe("smal")
 
 
-@pytest.mark.parametrize("text", ["rank = 'x'", "ranks = 4", "rank = ", "cycles = 0", "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank = 'x'", "ranks = 4", "rank = ", "cycles = 0", "\x00", "epochs = 0", "batch = -1", "alpha = 0",
+        "checkpoint_every = 0", "dropout = 1.5", "learning_rate = nan", "max_tokens = 0",
+    ],
+)  # fmt: skip
 def test_a_wrong_recipe_is_refused_with_the_settings_there_are(tmp_path, text):
     path = tmp_path / "r.toml"
     path.write_text(text)

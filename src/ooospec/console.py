@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import signal
 import sys
@@ -104,13 +105,20 @@ def clean_errors(command: Callable[P, None]) -> Callable[P, None]:
             with _insistent_interrupt():
                 command(*args, **kwargs)
         except (OooSpecError, OSError) as error:
-            sys.stderr.write(f"ooospec: {error}\n")
+            sys.stderr.write(f"ooospec: {_told(error)}\n")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             sys.stderr.write("ooospec: interrupted\n")
             raise typer.Exit(130) from None
 
     return run
+
+
+def _told(error: OooSpecError | OSError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        place = f" for {error.filename}" if error.filename else ""
+        return f"no space left on the disk{place}; make room, then start the command again"
+    return str(error)
 
 
 def read_placement(name: str) -> Placement:

@@ -134,7 +134,11 @@ class Results:
 
     def rows(self) -> list[Row]:
         """Read all whole rows; a torn last line is left out."""
-        return list(_read(self.rows_file if self.rows_file.exists() else self.packed_file, Row))
+        return list(_read(self.packed_file if self._packed() else self.rows_file, Row))
+
+    def _packed(self) -> bool:
+        there = self.rows_file.exists() and self.rows_file.stat().st_size > 0
+        return self.packed_file.exists() and not there
 
     def runs(self) -> list[Run]:
         """Read the provenance."""
@@ -142,7 +146,7 @@ class Results:
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add a group in one write and bring it to the disk."""
-        if self.packed_file.exists() and not self.rows_file.exists():
+        if self._packed():
             self.keep(self.rows())
         _append(self.rows_file, rows)
 

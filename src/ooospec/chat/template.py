@@ -184,7 +184,7 @@ def template_format(tokenizer: ChatTokenizer) -> tuple[CallFormat, str]:
 
 def _plain_message(message: Message) -> Message:
     """Give a message the form every template takes: text content, arguments of calls as objects."""
-    plain = {**message, "content": _content(message)}
+    plain = {**message, "content": content_text(message)}
     if isinstance(message.get("tool_calls"), list):
         plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
     return plain
@@ -212,7 +212,8 @@ def _with_calls_as_text(message: Message) -> Message:
     return {**message, "content": "\n".join(filter(None, [message["content"], *texts]))} if texts else message
 
 
-def _content(message: Message) -> str:
+def content_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message's content, which may be in parts."""
     content = message.get("content")
     if isinstance(content, list):
         texts = (part.get("text") or part.get("refusal") or "" for part in content if isinstance(part, Mapping))
@@ -230,7 +231,7 @@ def _with_tool_prompt(messages: list[Message], tools: list[dict[str, Any]]) -> l
 
 def plain_text(message: Mapping[str, Any]) -> str:
     """Return what a message says, tool calls and tool results included, for the sidecar to read."""
-    text = _content(message)
+    text = content_text(message)
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         function = call.get("function") if isinstance(call, Mapping) else None

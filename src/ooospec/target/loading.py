@@ -130,12 +130,22 @@ def _with_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         return PeftModel.from_pretrained(model, adapter).merge_and_unload()
     except RuntimeError as error:
         raise UsageError(f"Adapter {adapter!r} does not fit {model.config.model_type}: {str(error)[:200]}") from error
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"Adapter {adapter!r} is damaged ({_first_line(error)}); train it again or fetch it anew."
+        ) from error
 
 
 def check_adapter(adapter: str | None) -> None:
     """Raise UsageError if `adapter` is no folder of a peft adapter."""
-    if adapter and not (Path(adapter) / "adapter_config.json").is_file():
-        raise UsageError(f"No adapter at {adapter!r}: a folder with adapter_config.json and its weights is needed.")
+    if not adapter:
+        return
+    folder = Path(adapter)
+    weights = any((folder / f"adapter_model.{ending}").is_file() for ending in ("safetensors", "bin"))
+    if not weights or not (folder / "adapter_config.json").is_file():
+        raise UsageError(
+            f"No adapter at {adapter!r}: a folder with adapter_config.json and adapter_model.safetensors is needed."
+        )
 
 
 def _first_line(error: BaseException) -> str:

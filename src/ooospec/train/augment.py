@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ooospec.chat.template import content_text
 from ooospec.train.records import Example, made_call
 
 _PROSE = """You help the user in a dialogue and can use the following tools:
@@ -60,7 +61,7 @@ def vary(example: Example, pool: Sequence[Mapping[str, Any]], variation: Variati
     kept = [tool for tool in example.tools if tool["function"]["name"] in called]
     others = [tool for tool in example.tools if tool["function"]["name"] not in called]
     room = max(0, variation.max_tools - len(kept))
-    kept += chance.sample(others, min(len(others), chance.randint(0 if kept else 1, max(room, 1))))
+    kept += chance.sample(others, min(len(others), chance.randint(0 if kept else 1, max(room, 0 if kept else 1))))
     for tool in chance.sample(pool, min(len(pool), chance.randint(0, variation.distractors))):
         if tool["function"]["name"] not in names and len(kept) < variation.max_tools:
             names.add(tool["function"]["name"])
@@ -86,26 +87,27 @@ def with_closing(example: Example, line: str, below: bool) -> Example:
     """Put a line under the dialogue as a user's turn, or above its last turn if that is a user's."""
     messages = list(example.messages)
     if not below and messages and messages[-1]["role"] == "user":
-        messages[-1] = {**messages[-1], "content": f"{line}\n\n{messages[-1]['content']}"}
+        messages[-1] = {**messages[-1], "content": f"{line}\n\n{content_text(messages[-1])}"}
     else:
         messages.append({"role": "user", "content": line})
     return msgspec.structs.replace(example, messages=tuple(messages))
 
 
 def as_prose(example: Example) -> Example:
-    """Write tools and dialogue as prose, as API-Bank's prompts do; a request with nested schemas stays as it is."""
+    """Write tools and dialogue as prose, as API-Bank's prompts do; a request with odd function names stays as it is."""
     entries = []
     for number, tool in enumerate(example.tools, 1):
         function = tool["function"]
         name = str(function["name"])
         if not all(char.isalnum() or char in "_.-" for char in name):
             return example
-        slots = dict(function.get("parameters", {}).get("properties", {}))
+        slots = dict((function.get("parameters") or {}).get("properties") or {})
         text = " ".join(str(function.get("description", "")).split())
         entries.append(f"{number}. Name: {name}\nDescription: {text}\nParameters: {slots}")
     said = "\n".join(text for m in example.messages if m["role"] in _TAGS for text in _said(m))
+    rules = [content_text(m) for m in example.messages if m["role"] not in _TAGS]
     messages = (
-        {"role": "system", "content": _PROSE.format(tools="\n".join(entries))},
+        {"role": "system", "content": "\n\n".join([*rules, _PROSE.format(tools="\n".join(entries))])},
         {"role": "user", "content": f"Dialogue so far:\n{said}"},
     )
     return msgspec.structs.replace(example, messages=messages, tools=())
@@ -117,7 +119,7 @@ def _said(message: Mapping[str, Any]) -> Iterator[str]:
         function = call["function"]
         made = {"name": function["name"], "parameters": json.loads(function["arguments"])}
         yield f"<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
-    text = str(message.get("content") or "").strip()
+    text = content_text(message).strip()
     if text:
         yield f"<{_TAGS[message['role']]}>{text}</{_TAGS[message['role']]}>"
 

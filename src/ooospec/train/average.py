@@ -4,11 +4,13 @@ et al., 2022). LoRA updates are averaged as matrices, and written again as one a
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,15 +24,19 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
     """Write the mean of the adapters to `out`; return the share of its squared norm that the rank leaves out.
 
-    Settings besides the weights are those of the last one. Raises UsageError for adapters that do not belong together.
+    The rank is at most the sum of theirs. Settings besides the weights are those of the last one. Raises UsageError for
+    adapters that do not belong together.
     """
+    if any(source.resolve() == out.resolve() for source in sources):
+        raise UsageError(f"{out} is one of the adapters to be averaged; choose another --out.")
     states, scales = zip(*map(read_adapter, sources), strict=True)
     configs = [json.loads((source / CONFIG).read_text("utf-8")) for source in sources]
     bases = {config.get("base_model_name_or_path") for config in configs}
-    if len(bases) > 1 or any(state.keys() != states[0].keys() for state in states):
+    if len(bases) > 1 or any(_outer_shapes(state) != _outer_shapes(states[0]) for state in states):
         raise UsageError("These adapters do not belong together: they were trained on other bases or layers.")
     if rank < 1:
         raise UsageError(f"The rank must be at least 1; got {rank}.")
+    rank = min(rank, sum(int(config["r"]) for config in configs))
     made, kept, whole = dict[str, Tensor](), 0.0, 0.0
     for name in (name for name in states[0] if "lora_A" in name):
         other = name.replace("lora_A", "lora_B")
@@ -39,7 +45,7 @@ def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
         made[name], made[other], sizes = _truncated(torch.cat(ups, 1) / len(states), downs, rank)
         kept, whole = kept + float(sizes[:rank].square().sum()), whole + float(sizes.square().sum())
     out.mkdir(parents=True, exist_ok=True)
-    save_file(made, out / WEIGHTS, metadata={"format": "pt"})
+    write_weights(out / WEIGHTS, made)
     last = {**configs[-1], "r": rank, "lora_alpha": rank}
     (out / CONFIG).write_text(json.dumps(last, indent=2) + "\n", "utf-8")
     write_habits(out, read_habits(str(sources[-1])))
@@ -49,9 +55,37 @@ def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
 def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
     """Return the weights of an adapter in float32, and the scale of its updates. Raises UsageError."""
     check_adapter(str(folder))
-    config = json.loads((folder / CONFIG).read_text("utf-8"))
-    state = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()}
-    return state, float(config["lora_alpha"]) / float(config["r"])
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        state = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()}
+        return state, float(config["lora_alpha"]) / float(config["r"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"Adapter {str(folder)!r} is damaged ({type(error).__name__}: {str(error)[:120]}); train it again or fetch "
+            "it anew."
+        ) from error
+
+
+def write_weights(path: Path, state: dict[str, Tensor]) -> None:
+    """Write an adapter's weights beside those that are there, then swap. Raises OSError where there is no room."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        save_file(state, temporary, metadata={"format": "pt"})
+    except SafetensorError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}; make room and start the command again") from error
+    temporary.replace(path)
+
+
+def file_hash(path: Path) -> str:
+    """Return the beginning of a file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+
+
+def _outer_shapes(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the size of each matrix that the rank does not change."""
+    return {name: tensor.shape[1 if "lora_A" in name else 0] for name, tensor in state.items()}
 
 
 def _truncated(up: Tensor, down: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -55,7 +56,10 @@ def collect(
         raise UsageError("--base-url and --model belong together: the endpoint and the name of its model.")
     if base_url is None and (concurrency > 1 or per_minute is not None):
         raise UsageError("--concurrency and --per-minute are for --base-url; a teacher on this machine works alone.")
-    chosen = tuple(SOURCES) if sources == "all" else tuple(name.strip() for name in sources.split(",") if name.strip())
+    named = dict.fromkeys(name.strip() for name in sources.split(",") if name.strip())
+    chosen = tuple(SOURCES) if sources == "all" else tuple(named)
+    if not chosen:
+        raise UsageError(f"--sources names no training set; choose from {', '.join(SOURCES)}, or all.")
     inventory = Inventory.load(evaluation)
     planned = plan(chosen, data, inventory, limit, seed, max_chars=max_chars)
     with progress_bars() as progress:
@@ -107,8 +111,8 @@ def train(
         raise UsageError(f"No adapter ships for {base}; give --start FOLDER, or leave it out.")
     with progress_bars() as progress:
         path = resolve_model(base, progress)
-        folder = run_training(path, base, data, out, settings, limit, dtype, device, progress, start_folder)
-    sys.stdout.write(f"{folder}\n{out / 'training.html'}\nNow: --adapter {folder}\n")
+        folder, told = run_training(path, base, data, out, settings, limit, dtype, device, progress, start_folder)
+    sys.stdout.write(f"{told}\n{folder}\n{out / 'training.html'}\nNow: --adapter {folder}\n")
 
 
 @clean_errors
@@ -122,14 +126,20 @@ def average(
 ) -> None:
     """Average adapters into one of the same size, which is often better than each, and calibrate its chances."""
     from ooospec.models.resolver import resolve_model
+    from ooospec.sidecar.adapter import check_base, read_habits, shape_of
     from ooospec.train.average import average_adapters
     from ooospec.train.run import calibrate, held_out_cases
 
     cases = held_out_cases(data)
-    lost = average_adapters(adapters, out, rank)
     with progress_bars() as progress:
-        calibrate(resolve_model(base, progress), base, out, cases, device, progress)
-    sys.stdout.write(f"{out}: {len(adapters)} adapters, {lost:.2%} of the updates' squared norm lost by the rank\n")
+        path = resolve_model(base, progress)
+        shape = shape_of(json.loads((path / "config.json").read_text("utf-8")))
+        for adapter in adapters:
+            check_base(read_habits(str(adapter)), str(adapter), base, shape)
+        lost = average_adapters(adapters, out, rank)
+        told = calibrate(path, base, out, cases, device, progress)
+    text = f"{len(adapters)} adapters, {lost:.2%} of the updates' squared norm lost by the rank; {told}"
+    sys.stdout.write(f"{out}: {text}\n")
 
 
 @clean_errors
@@ -143,7 +153,7 @@ def eval_sidecar(
         list[Path] | None, typer.Option(help="Folder of `ooospec bench`: compare with what its target wrote.")
     ] = None,
     traces: Annotated[list[Path] | None, typer.Option(help="Collected traces: their held-out part.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests of each.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests of each data set.")] = None,
     prefix: Annotated[str, typer.Option(help="warm: the sidecar has the tools in its KV cache; or cold.")] = "warm",
     dtype: Annotated[str, typer.Option(help="auto, int8, bfloat16, float16 or float32.")] = "auto",
     device: Device = None,
@@ -156,6 +166,8 @@ def eval_sidecar(
 
     if prefix not in ("warm", "cold"):
         raise UsageError(f"--prefix must be warm or cold; got {prefix!r}.")
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise UsageError(f"Cannot write a page to {html}; give --html FILE in a folder that exists.")
     names = tuple(name.strip() for name in gold.split(",") if name.strip())
     cases = gather_cases(names, data, suite, results or [], traces or [], limit)
     with progress_bars() as progress:

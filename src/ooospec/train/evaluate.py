@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -15,6 +16,7 @@ import numpy as np
 from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.gold import MAY_BE_LEFT_OUT, same_value
 from ooospec.bench.rows import Results
+from ooospec.errors import ContextLengthError
 from ooospec.models.progress import Progress, Silent
 from ooospec.sidecar import protocol
 from ooospec.sidecar.boilerplate import Boilerplate
@@ -46,14 +48,18 @@ class Case:
         if answer is None:
             return False
         if not answer.present:
-            return not acceptable or MAY_BE_LEFT_OUT in acceptable
+            return not acceptable or self._optional(acceptable)
         same = _equal if self.exact else same_value
         return any(same(answer.value, value) for value in acceptable)
 
     def filled(self, slot: str) -> bool:
         """Tell whether the right call gives this slot a value."""
         acceptable = self.arguments.get(slot, ())
-        return bool(acceptable) and MAY_BE_LEFT_OUT not in acceptable and acceptable != (None,)
+        return bool(acceptable) and not self._optional(acceptable) and acceptable != (None,)
+
+    def _optional(self, acceptable: tuple[Any, ...]) -> bool:
+        """Tell whether a slot need not be given; what a target wrote is a value, even if it is empty."""
+        return not self.exact and MAY_BE_LEFT_OUT in acceptable
 
 
 def _equal(given: Any, wanted: Any) -> bool:
@@ -66,7 +72,7 @@ def cases_of_examples(examples: Iterable[Example]) -> Iterator[Case]:
         if example.calls:
             tools, dialogue = example.signatures()
             call = example.calls[0]
-            arguments = {slot: (value,) for slot, value in call.arguments.items()}
+            arguments = _written(call.arguments)
             yield Case(example.id, example.source, tools, dialogue, call.name, arguments, bool(example.teacher))
 
 
@@ -89,9 +95,14 @@ def cases_of_results(folder: Path, requests: Mapping[str, BenchRequest]) -> Iter
         tools, dialogue = submission(request.messages, request.tools)
         name, given = row.calls[0]
         if name in {tool.name for tool in tools}:
-            arguments = {slot: (value,) for slot, value in given.items()}
+            arguments = _written(given)
             label = f"{row.benchmark} ({row.target})"
             yield Case(row.request, label, tools, dialogue, name, arguments, exact=True)
+
+
+def _written(arguments: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return what a call gives its slots; null is learned, and judged, as left out."""
+    return {slot: (value,) for slot, value in arguments.items() if value is not None}
 
 
 @dataclass(slots=True)
@@ -195,24 +206,27 @@ def evaluate(
 ) -> dict[str, Tally]:
     """Run a wave for every case, in this order; return a tally per data set.
 
-    `warm` = tools are in the sidecar's KV cache before. As in a decoder, what earlier cases end with moves up.
+    `warm` = tools are in the sidecar's KV cache before. As in a decoder, what earlier cases end with moves up. A
+    request that is longer than the sidecar reads counts as one without answers.
     """
     progress, tallies, boilerplate = progress or Silent(), dict[str, Tally](), Boilerplate()
     for number, case in enumerate(cases):
         progress.update("evaluate sidecar", number, len(cases))
         if warm:
-            for _ in predictor.wave(Submit(number, case.tools, NEUTRAL_DIALOGUE)):
-                pass
+            with contextlib.suppress(ContextLengthError):
+                for _ in predictor.wave(Submit(number, case.tools, NEUTRAL_DIALOGUE)):
+                    pass
         tally = tallies.setdefault(case.dataset, Tally())
         turns = boilerplate.move_up([(turn.role, turn.text) for turn in case.dialogue])
         dialogue = tuple(Turn(role, text) for role, text in turns)
         start = time.perf_counter()
         answers, function_ms, size = list[Function | SlotValue](), None, 0
-        for message in predictor.wave(Submit(number, case.tools, dialogue, fresh=not warm)):
-            if message is not None:
-                answers.append(message)
-                size += len(protocol.encoder.encode(message))
-                function_ms = function_ms or (time.perf_counter() - start) * 1e3
+        with contextlib.suppress(ContextLengthError):
+            for message in predictor.wave(Submit(number, case.tools, dialogue, fresh=not warm)):
+                if message is not None:
+                    answers.append(message)
+                    size += len(protocol.encoder.encode(message))
+                    function_ms = function_ms or (time.perf_counter() - start) * 1e3
         tally.wave_ms.append((time.perf_counter() - start) * 1e3)
         tally.function_ms.append(function_ms or tally.wave_ms[-1])
         tally.prefill_ms.append(predictor.stats.prefill_ms)

@@ -95,18 +95,18 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def shown(value: float | int | None) -> str:
-    """Write a figure of `Tally.to_dict`: shares in percent, the rest as it is."""
+def shown(key: str, value: float | int | None) -> str:
+    """Write a figure of `Tally.to_dict`: shares in percent; counts, milliseconds and bytes as they are."""
     if value is None:
         return "–"
-    return f"{value:.1%}" if isinstance(value, float) and 0 <= value <= 1 else f"{value:g}"
+    return f"{value:g}" if isinstance(value, int) or key.endswith(("_ms", "_bytes")) else f"{value:.1%}"
 
 
 def evaluation_rows(tallies: Mapping[str, Tally]) -> list[tuple[str, ...]]:
     """Return the table of an evaluation with its head: a measure a row, a data set a column, all of them last."""
     summed = {**tallies, "all": _total(tallies)}
     columns = {name: tally.to_dict() for name, tally in summed.items()}
-    rows = [(label, *(shown(column[key]) for column in columns.values())) for key, label in COLUMNS.items()]
+    rows = [(label, *(shown(key, column[key]) for column in columns.values())) for key, label in COLUMNS.items()]
     return [("", *columns), *rows]
 
 

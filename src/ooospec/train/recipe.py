@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -14,27 +15,35 @@ SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml
 """Recipes by name: `published` (arXiv 2608.00814, for Qwen3-0.6B) and `small` (for CPUs and some hundred requests)."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to train. Batch = requests an optimiser step."""
 
-    rank: int = 32
-    alpha: int = 64
-    dropout: float = 0.05
+    rank: Count = 32
+    alpha: Count = 64
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
     first_layer: int = 0
     """Layers below this one get no adapter, so that no gradient has to be computed for them."""
-    epochs: int = 1
-    batch: int = 8
-    learning_rate: float = 1e-4
-    cycles: Annotated[int, msgspec.Meta(ge=1)] = 1
+    epochs: Count = 1
+    batch: Count = 8
+    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-4
+    cycles: Count = 1
     """How often the learning rate rises and falls."""
-    warmup: float = 0.05
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    max_tokens: int = 2048
+    warmup: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+    clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    max_tokens: Count = 2048
     seed: int = 0
-    evaluate_every: int = 25
+    evaluate_every: Count = 25
     """Optimiser steps."""
-    checkpoint_every: int = 10
+    checkpoint_every: Count = 10
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "warmup", "weight_decay", "clip"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number")
 
 
 def read_recipe(name: str) -> Recipe:

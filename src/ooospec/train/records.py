@@ -57,8 +57,6 @@ class Example(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     source: str
     """Data set it came from."""
-    group: str
-    """What must not be on both sides of a split: a service, an API or a set of tool names."""
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     """Functions in OpenAI form; empty where the system prompt lists them as prose."""
@@ -76,7 +74,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def fingerprint(self) -> str:
         """Hash the request: equal requests have equal fingerprints."""
-        return hashlib.sha256(msgspec.msgpack.encode((self.messages, self.tools))).hexdigest()
+        return hashlib.sha256(msgspec.json.encode((self.messages, self.tools))).hexdigest()
 
 
 def fault(example: Example) -> str:
@@ -105,17 +103,20 @@ def append_example(path: Path, example: Example) -> None:
 
 
 def read_examples(path: Path) -> Iterator[Example]:
-    """Read lines of examples; a last line that was cut short is ignored. Raises UsageError naming a wrong line."""
+    """Read lines of examples; a last line that was cut short is left out. Raises UsageError naming a wrong line."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"Cannot read training examples from {path}: {error.strerror}.") from error
-    lines = data.split(b"\n")[:-1]  # what follows the last line end is empty or cut short
+    lines = data.split(b"\n")
     decoder = msgspec.json.Decoder(Example)
     for number, line in enumerate(lines, 1):
         try:
             yield decoder.decode(line)
         except msgspec.DecodeError as error:
+            if number == len(lines):
+                return
             raise UsageError(
-                f"{path}, line {number} is not a training example ({error}); write such files with `ooospec collect`."
+                f"{path}, line {number} is not a training example ({error}); remove that line, or write such files "
+                "with `ooospec collect`."
             ) from error

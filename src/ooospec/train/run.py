@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,16 +13,19 @@ import msgspec
 import torch
 
 from ooospec.bench.datasets import BENCHMARKS, BenchRequest, data_folder, load_benchmark, suite
+from ooospec.bench.rows import Results
 from ooospec.config import AUTO
 from ooospec.errors import UsageError
 from ooospec.models.progress import Progress
 from ooospec.models.resolver import resolve_model
-from ooospec.sidecar.adapter import Habits, find_adapter, read_habits, shape_of, write_habits
+from ooospec.sidecar.adapter import Habits, check_base, find_adapter, read_habits, shape_of, write_habits
 from ooospec.sidecar.predictor import WavePredictor
 from ooospec.sidecar.quantize import load_sidecar
 from ooospec.target.loading import LoadedModel, check_adapter, chosen_dtype, load_model, parse_device
 from ooospec.train.collect import TRACES, is_dev
+from ooospec.train.decontaminate import normalized_name
 from ooospec.train.evaluate import (
+    MIN_ANSWERS,
     Case,
     Tally,
     best_scaling,
@@ -39,17 +44,32 @@ DEV_REQUESTS = 48
 """Held-out requests that training looks at; calibration takes all."""
 
 
+HELD_OUT_EACH = 4
+"""Held-out requests of a function at most: a set with many of one says little about others."""
+
+
 def load_traces(paths: Sequence[Path]) -> tuple[list[Example], list[Example]]:
-    """Read traces; return (to train on, held out). Raises UsageError for files that are missing or damaged."""
+    """Read traces; return (to train on, held out). No function is called on both sides.
+
+    Raises UsageError for files that are missing or damaged.
+    """
     found: dict[str, Example] = {}
     for path in paths:
         for example in read_examples(path / TRACES if path.is_dir() else path):
-            reason = fault(example)
+            try:
+                reason = fault(example)
+            except UsageError as error:
+                reason = str(error)
             if reason:
-                raise UsageError(f"{path}: example {example.id!r} cannot be trained on ({reason}).")
+                raise UsageError(f"{path}: example {example.id!r} cannot be trained on ({reason}); remove its line.")
             found[example.fingerprint()] = example
     kept = [example for example in found.values() if example.calls]
-    return [e for e in kept if not is_dev(e)], [e for e in kept if is_dev(e)]
+    held_out, each = list[Example](), Counter[str]()
+    for example in filter(is_dev, kept):
+        name = normalized_name(example.calls[0].name)
+        each[name] += 1
+        held_out += [example] if each[name] <= HELD_OUT_EACH else []
+    return [e for e in kept if not is_dev(e)], held_out
 
 
 def held_out_cases(data: Sequence[Path]) -> list[Case]:
@@ -68,19 +88,27 @@ def run_training(
     device: str | None,
     progress: Progress,
     start: Path | None = None,
-) -> Path:
-    """Train, plot, calibrate; return the adapter's folder. Goes on where an earlier run was stopped."""
+) -> tuple[Path, str]:
+    """Train, plot, calibrate; return the adapter's folder and what was used. Goes on where an earlier run stopped."""
     examples, held_out = load_traces(data)
+    if not examples:
+        raise UsageError(
+            f"There is nothing to train on: {len(held_out)} examples are held out, no other has a call; collect more."
+        )
     examples = examples[:limit]
     adapter = out / "adapter"
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    if start is not None:
+        check_base(read_habits(str(start)), str(start), base, shape_of(config))
     if dtype == AUTO and chosen_dtype(dtype, parse_device(device)) == "float16":
         dtype = "float32"  # small gradients are nothing in float16
     loaded = load_model(path, base, dtype, device)
-    _train(loaded, examples, held_out[:DEV_REQUESTS], out, recipe, progress, start).save_adapter(adapter)
-    config = json.loads((path / "config.json").read_text("utf-8"))
+    trainer = _train(loaded, examples, held_out[:DEV_REQUESTS], out, recipe, progress, start)
+    trainer.save_adapter(adapter)
     write_habits(adapter, Habits(base=base, base_shape=shape_of(config), answers_null=True, prior_weight=0.0))
-    calibrate(path, base, adapter, list(cases_of_examples(held_out)), device, progress)
-    return adapter
+    calibrated = calibrate(path, base, adapter, list(cases_of_examples(held_out)), device, progress)
+    used = len(examples) - len(trainer.too_long)
+    return adapter, f"trained on {used} of {len(examples)} requests, {len(trainer.too_long)} too long; {calibrated}"
 
 
 def _train(
@@ -95,7 +123,8 @@ def _train(
     """Run the optimiser to the end, drawing the plot after every step."""
     dev = [packed for e in held_out if (packed := pack(e, loaded, recipe.max_tokens)) is not None]
     pack_one = partial(_pack_numbered, examples, loaded, recipe.max_tokens)
-    trainer = Trainer(loaded, recipe, out, len(examples), pack_one, dev, start)
+    data = hashlib.sha256(msgspec.json.encode([(e.fingerprint(), e.calls) for e in examples])).hexdigest()[:12]
+    trainer = Trainer(loaded, recipe, out, len(examples), pack_one, dev, start, data)
     for report in trainer.run():
         note = f"loss {report.loss:.3f}, {report.tokens_per_s:.0f} tokens/s, {report.left_s / 60:.0f} min left"
         progress.update("train", report.step, report.steps, note)
@@ -110,9 +139,10 @@ def _pack_numbered(examples: Sequence[Example], loaded: LoadedModel, max_tokens:
 
 def calibrate(
     path: Path, base: str, adapter: Path, cases: Sequence[Case], device: str | None, progress: Progress
-) -> Habits:
-    """Fit what makes the chances honest on held-out cases, and write them beside the adapter."""
-    plain = read_habits(str(adapter))
+) -> str:
+    """Fit what makes the chances honest on held-out cases, and write it beside the adapter; say on how many answers."""
+    unscaled = {"function_temperature": 1.0, "value_scale": 1.0, "value_shift": 0.0}
+    plain = msgspec.structs.replace(read_habits(str(adapter)), **unscaled)
     loaded = load_sidecar(path, base, "auto", device, str(adapter))
     total = Tally()
     for tally in evaluate(WavePredictor(loaded, plain), cases, progress=progress).values():
@@ -121,7 +151,11 @@ def calibrate(
     temperature = 1 / best_scaling(total.function_chances, shifted=False)[0]
     habits = msgspec.structs.replace(plain, function_temperature=temperature, value_scale=scale, value_shift=shift)
     write_habits(adapter, habits)
-    return habits
+    told = [
+        f"{len(chances)} {kind}" + (" (too few: left as they are)" if len(chances) < MIN_ANSWERS else "")
+        for kind, chances in (("values", total.value_chances), ("functions", total.function_chances))
+    ]
+    return f"chances calibrated on {' and '.join(told)}"
 
 
 def gather_cases(
@@ -132,18 +166,32 @@ def gather_cases(
     cases = list[Case]()
     folder = data_folder(data)
     for name in gold:
-        cases += list(cases_of_gold(name, suite(suite_name, name, load_benchmark(name, folder))))[:limit]
+        cases += cases_of_gold(name, suite(suite_name, name, load_benchmark(name, folder)))
+    for path in results:
+        if not Results(path).rows():
+            raise UsageError(f"No benchmark results in {path}; give a folder that `ooospec bench --out` filled.")
     if results:
         requests: dict[str, BenchRequest] = {}
         for name in BENCHMARKS:
             requests |= {request.id: request for request in load_benchmark(name, folder)}
         for path in results:
-            cases += list(cases_of_results(path, requests))[:limit]
+            cases += cases_of_results(path, requests)
     if traces:
-        cases += list(cases_of_examples(load_traces(traces)[1]))[:limit]
+        cases += cases_of_examples(load_traces(traces)[1])
     if not cases:
         raise UsageError("Nothing to evaluate on: give --gold BENCHMARKS, --results FOLDER or --traces FOLDER.")
-    return cases
+    return _chosen(cases, limit)
+
+
+def _chosen(cases: Sequence[Case], limit: int | None) -> list[Case]:
+    """Leave out what was measured under several conditions, and what is over the limit of its data set."""
+    unique = {(case.dataset, case.id): case for case in cases}.values()
+    seen = Counter[str]()
+    chosen = list[Case]()
+    for case in unique:
+        seen[case.dataset] += 1
+        chosen += [case] if limit is None or seen[case.dataset] <= limit else []
+    return chosen
 
 
 def run_evaluation(

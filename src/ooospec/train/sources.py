@@ -56,7 +56,7 @@ def _sgd(name: str, row: Any) -> Iterator[Example]:
             if call is not None:
                 given = {slot: value for slot, value in call["parameters"].items() if value != "dontcare"}
                 yield Example(
-                    id=f"{name}-{number}", source="sgd", group=frame["service"], messages=tuple(history), tools=tools,
+                    id=f"{name}-{number}", source="sgd", messages=tuple(history), tools=tools,
                     calls=(Call(call["method"], given),),
                 )  # fmt: skip
                 history += made_call(f"call_{number}", call["method"], given, frame.get("service_results", [])[:1])
@@ -99,9 +99,8 @@ def _seal(name: str, row: Any) -> Iterator[Example]:
         _function(a["api_name"], a["api_description"], a["parameters"], a.get("required", ()))
         for a in ast.literal_eval(found[1])
     )
-    group = ",".join(sorted({call.name for call in calls}))
     said = (_message("user", found[2].strip().strip('"')),)
-    yield Example(id=name, source="seal_tools", group=group, messages=said, tools=tools, calls=calls)
+    yield Example(id=name, source="seal_tools", messages=said, tools=tools, calls=calls)
 
 
 # ---------------------------------------------------------------- ToolRL's selection of ToolACE, xLAM and Hammer
@@ -127,7 +126,7 @@ def _rlla(name: str, row: Any) -> Iterator[Example]:
     tagged = _TAGGED.search(row["output"])
     lines = tagged[1].splitlines() if tagged is not None else []
     yield Example(
-        id=name, source="toolrl_rlla", group=",".join(sorted({tool["function"]["name"] for tool in tools})),
+        id=name, source="toolrl_rlla",
         messages=tuple(_message(_ROLES[kind], text.strip()) for kind, text in _TURNS.findall(row["input"])),
         tools=tools, calls=tuple(Call(c["name"], c["parameters"]) for c in map(json.loads, filter(str.strip, lines))),
     )  # fmt: skip
@@ -155,14 +154,14 @@ def _glaive_rows(folder: Path) -> Iterator[Row]:
 def _glaive(name: str, row: Any) -> Iterator[Example]:
     """Every assistant turn after a user's: a function call, or the reply that needed none."""
     functions = json.loads(row["tools"]) if row.get("tools") else []
-    tools, group = tuple(map(_tool, functions)), ",".join(sorted(function["name"] for function in functions))
+    tools = tuple(map(_tool, functions))
     history: list[dict[str, Any]] = []
     for number, message in enumerate(row["conversations"]):
         kind, value = message["from"], message["value"]
         if kind in ("function_call", "gpt") and history and history[-1]["role"] == "user":
             call = json.loads(value) if kind == "function_call" else None
             yield Example(
-                id=f"{name}-{number}", source="glaive_demo", group=group, messages=tuple(history), tools=tools,
+                id=f"{name}-{number}", source="glaive_demo", messages=tuple(history), tools=tools,
                 calls=(Call(call["name"], call["arguments"]),) if call is not None else (),
             )  # fmt: skip
         history.append(_message("assistant" if kind in ("gpt", "function_call") else "user", value))
@@ -192,7 +191,7 @@ def _mtu(name: str, row: Any) -> Iterator[Example]:
     listed, rest = _leading_list(row["question"][found.end() :])
     answer = json.loads(row["answer"]) if isinstance(row["answer"], str) else row["answer"]
     yield Example(
-        id=f"mtu-{name}", source="mtu_bench", group=",".join(sorted(str(tool["name"]).strip() for tool in listed)),
+        id=f"mtu-{name}", source="mtu_bench",
         messages=_mtu_turns(rest), tools=tuple(_mtu_tool(tool) for tool in listed),
         calls=tuple(Call(tool.strip(), given) for tool, given in answer.items() if tool.strip()),
     )  # fmt: skip
@@ -250,7 +249,7 @@ def _retail(name: str, row: Any) -> Iterator[Example]:
         if message["role"] == "assistant" and made:
             calls = tuple(Call(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in made)
             yield Example(
-                id=f"retail-{name}-{number}", source="ms_foundry_retail", group="retail", messages=tuple(history),
+                id=f"retail-{name}-{number}", source="ms_foundry_retail", messages=tuple(history),
                 tools=tuple(row["tools"]), calls=calls,
             )  # fmt: skip
         history.append({key: message[key] for key in _MESSAGE_KEYS if key in message})
@@ -274,7 +273,8 @@ SOURCES = {
     "mtu_bench": Source("mtu_bench", "Apache-2.0", _mtu_rows, _mtu),
     "ms_foundry_retail": Source("ms_foundry_retail", "MIT", _retail_rows, _retail),
 }
-_ROW_FAULTS = (KeyError, IndexError, TypeError, AttributeError, ValueError, SyntaxError)
+ROW_FAULTS = (KeyError, IndexError, TypeError, AttributeError, ValueError, SyntaxError, OverflowError, RecursionError)
+"""What reading rows of a form that is not the set's raises."""
 
 
 def load_source(name: str, data: Path) -> tuple[list[Example], Counter[str]]:
@@ -292,14 +292,14 @@ def load_source(name: str, data: Path) -> tuple[list[Example], Counter[str]]:
         for label, row in source.rows(data / source.folder):
             try:
                 found = list(source.examples(label, row))
-            except _ROW_FAULTS:
+            except ROW_FAULTS:
                 left_out["row of another form"] += 1
                 continue
             for example in found:
                 reason = _fault(example)
                 left_out[reason] += bool(reason)
                 kept += [] if reason else [example]
-    except (*_ROW_FAULTS, OSError) as error:
+    except (*ROW_FAULTS, OSError) as error:
         raise UsageError(
             f"Training set {name} in {data / source.folder} is damaged or of another version "
             f"({type(error).__name__}: {str(error)[:120]})."
@@ -312,10 +312,13 @@ def load_source(name: str, data: Path) -> tuple[list[Example], Counter[str]]:
 def _fault(example: Example) -> str:
     try:
         reason = fault(example)
+        example.fingerprint()
     except ToolsError:
         return "tools that are no JSON Schema"
     except UsageError:
         return "messages that are no dialogue"
+    except ROW_FAULTS:  # such as half a surrogate pair, or null for a schema
+        return "row of another form"
     if reason:
         return reason
     if len(example.calls) > MAX_CALLS:

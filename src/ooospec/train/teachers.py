@@ -12,7 +12,7 @@ import httpx
 
 from ooospec.chat.scanner import CallScanner
 from ooospec.core import FunctionHint, Hint, SlotHint, Tool
-from ooospec.errors import OooSpecError, UsageError
+from ooospec.errors import ContextLengthError, OooSpecError, UsageError
 from ooospec.runtime import Decoder
 from ooospec.train.records import Call, Example
 
@@ -25,7 +25,11 @@ class NoCall(Exception):
 
 
 class TeacherGone(OooSpecError):
-    """A teacher cannot be reached."""
+    """A teacher cannot be reached, or takes no requests."""
+
+
+class NoAnswer(TeacherGone):
+    """A teacher gave no answer to one request; it may have one for others."""
 
 
 class Teacher(Protocol):
@@ -34,7 +38,7 @@ class Teacher(Protocol):
     name: str
 
     def answer(self, example: Example) -> Call:
-        """Return the first call of the answer. Raises NoCall or TeacherGone."""
+        """Return the first call of the answer. Raises NoCall, NoAnswer or TeacherGone."""
 
 
 def checked_call(name: Any, arguments: Any, tools: Mapping[str, Tool]) -> Call:
@@ -45,6 +49,10 @@ def checked_call(name: Any, arguments: Any, tools: Mapping[str, Tool]) -> Call:
         raise NoCall("arguments that are no object")
     if not set(arguments) <= {slot.name for slot in tools[name].slots}:
         raise NoCall("arguments that the schema lacks")
+    try:  # no NaN, no half of a surrogate pair
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise NoCall("arguments that are no JSON") from None
     return Call(name, arguments)
 
 
@@ -65,10 +73,13 @@ class LocalTeacher:
 
     def answer(self, example: Example) -> Call:
         """Decode until the first call of an offered function is complete."""
-        result = self.decoder.generate(
-            list(example.messages), list(example.tools) or None, hint=gold_hint(example),
-            max_new_tokens=MAX_NEW_TOKENS, parallel_tool_calls=False,
-        )  # fmt: skip
+        try:
+            result = self.decoder.generate(
+                list(example.messages), list(example.tools) or None, hint=gold_hint(example),
+                max_new_tokens=MAX_NEW_TOKENS, parallel_tool_calls=False,
+            )  # fmt: skip
+        except ContextLengthError:
+            raise NoCall("longer than the teacher reads") from None
         if not result.calls:
             raise NoCall("cut off before a call" if result.finish_reason == "length" else "no call")
         call = result.calls[0]
@@ -84,7 +95,7 @@ def parse_tool_call(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> Ca
             raise NoCall("no call")
         try:
             arguments = json.loads(function.get("arguments") or "{}")
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             raise NoCall("arguments that are no JSON") from None
         return checked_call(function.get("name"), arguments, tools)
     scanner = CallScanner()
@@ -111,14 +122,19 @@ class EndpointTeacher:
         """`retries` = how often an answer that did not come is asked for again, with doubling pauses."""
         if not base_url.startswith(("http://", "https://")):
             raise UsageError(f"--base-url must begin with http:// or https://; got {base_url!r}.")
+        if not key.isascii() or not key.isprintable():
+            raise UsageError("The key holds characters that no header can; set OPENAI_API_KEY to the key alone.")
         self.name, self.retries = model, retries
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=timeout_s, transport=transport)
+        try:
+            self._client = httpx.Client(base_url=base_url, headers=headers, timeout=timeout_s, transport=transport)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise UsageError(f"--base-url {base_url!r} is no URL: {error}.") from None
         self._pause_s = 60.0 / per_minute if per_minute else 0.0
         self._next, self._lock = 0.0, threading.Lock()
 
     def answer(self, example: Example) -> Call:
-        """Ask greedily; wait and ask again where the endpoint is busy or silent."""
+        """Ask greedily; wait and ask again where the endpoint is busy, silent or answers nonsense."""
         tools = {tool.name: tool for tool in example.request()[0]}
         body: dict[str, Any] = {"model": self.name, "messages": list(example.messages), "temperature": 0}
         body["max_tokens"] = MAX_NEW_TOKENS
@@ -139,11 +155,13 @@ class EndpointTeacher:
                 wait_s = _retry_after(response, min(60.0, 2.0**attempt))
                 continue
             if response.status_code != 200:
-                raise TeacherGone(
-                    f"{self.name} refused the request: status {response.status_code}, {response.text[:200]}"
-                )
-            return self._read(response, tools)
-        raise TeacherGone(f"{self.name} gave no answer in {self.retries + 1} attempts ({problem}); start again later.")
+                raise _refusal(self.name, response)
+            message = _message_of(response)
+            if message is None:
+                problem, wait_s = "a body that is no chat completion", min(60.0, 2.0**attempt)
+                continue
+            return parse_tool_call(message, tools)
+        raise NoAnswer(f"{self.name} gave no answer in {self.retries + 1} attempts ({problem}); start again later.")
 
     def _wait_for_turn(self) -> None:
         """Keep to the rate, over all threads."""
@@ -154,15 +172,26 @@ class EndpointTeacher:
         if wait_s > 0:
             time.sleep(wait_s)
 
-    @staticmethod
-    def _read(response: httpx.Response, tools: Mapping[str, Tool]) -> Call:
-        try:
-            message = response.json()["choices"][0]["message"]
-        except (ValueError, LookupError, TypeError):
-            raise NoCall("no chat completion") from None
-        if not isinstance(message, dict):
-            raise NoCall("no chat completion")
-        return parse_tool_call(message, tools)
+
+def _message_of(response: httpx.Response) -> dict[str, Any] | None:
+    try:
+        message = response.json()["choices"][0]["message"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _refusal(name: str, response: httpx.Response) -> TeacherGone:
+    """Say what a status other than 200 means: 400, 413 and 422 are about the request, others about the caller."""
+    status = response.status_code
+    told = " ".join(response.text.split())[:200] or response.reason_phrase
+    if status in (400, 413, 422):
+        return NoAnswer(f"{name} refused requests: status {status}, {told}")
+    advice = " The key is read from OPENAI_API_KEY." if status in (401, 403) else ""
+    advice = (
+        " Give --base-url as the API's root, such as http://HOST/v1." if status in (301, 302, 307, 308, 404) else advice
+    )
+    return TeacherGone(f"{name} refused the request: status {status}, {told}.{advice}")
 
 
 def _retry_after(response: httpx.Response, otherwise: float) -> float:

@@ -3,6 +3,7 @@ last checkpoint, and a resumed run ends with the same weights as one that was ne
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,17 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ooospec.errors import UsageError
 from ooospec.target.loading import LoadedModel
-from ooospec.train.average import read_adapter
+from ooospec.train.average import WEIGHTS, file_hash, read_adapter, write_weights
 from ooospec.train.packing import FUNCTION, NULL, VALUE, Packed
 from ooospec.train.recipe import Recipe
 
@@ -88,10 +89,11 @@ class Trainer:
         pack: Callable[[int], Packed | None],
         dev: Sequence[Packed] = (),
         start: Path | None = None,
+        data: str = "",
     ) -> None:
         """Wrap the model of `loaded`; resume from `out` if it holds a checkpoint, else begin with the adapter `start`.
 
-        Raises UsageError.
+        `data` names the examples: a run goes on with the same ones only. Raises UsageError.
         """
         if count < 1:
             raise UsageError("There is nothing to train on: no example was usable.")
@@ -109,7 +111,9 @@ class Trainer:
         self.steps, self.step = recipe.epochs * self.per_epoch, 0
         self.out.mkdir(parents=True, exist_ok=True)
         self._identity = {**msgspec.structs.asdict(recipe), "base": loaded.name, "dtype": loaded.dtype, "count": count}
-        self._identity["start"] = str(start) if start is not None else None
+        self._identity |= {"start": start and file_hash(start / WEIGHTS), "data": data}
+        self.too_long: set[int] = set()
+        """Examples that were left out: too long, or asking nothing."""
         self._resume()
 
     def run(self) -> Iterator[Report]:
@@ -122,8 +126,9 @@ class Trainer:
             for index, epoch in batch:
                 packed = self.pack(index)
                 if packed is None:
+                    self.too_long.add(index)
                     continue
-                torch.manual_seed(int.from_bytes(f"{self.recipe.seed}-{index}-{epoch}".encode(), "big") % (1 << 62))
+                torch.manual_seed(random.Random(f"{self.recipe.seed}-{index}-{epoch}").getrandbits(62))
                 loss, _ = packed_loss(self.model, packed, self.device)
                 loss.backward()
                 losses, asked, tokens = (
@@ -134,6 +139,11 @@ class Trainer:
             if asked:
                 self._update(asked)
             self.step += 1
+            if len(self.too_long) == self.count:
+                raise UsageError(
+                    f"There is nothing to train on: all {self.count} examples ask nothing, or have more tokens than "
+                    f"max_tokens = {self.recipe.max_tokens} of the recipe."
+                )
             measured = self.step % self.recipe.evaluate_every == 0 or self.step == self.steps
             dev_loss, dev_right = self.evaluate() if self.dev and measured else (None, None)
             spent = time.perf_counter() - start
@@ -177,7 +187,7 @@ class Trainer:
         """Write the adapter as peft reads it, in bfloat16."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: tensor.bfloat16().contiguous() for name, tensor in get_peft_model_state_dict(self.model).items()}
-        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_weights(folder / WEIGHTS, state)
         config = self.model.peft_config["default"]
         config.base_model_name_or_path, config.inference_mode = self.base, True
         config.save_pretrained(folder)
@@ -202,6 +212,7 @@ class Trainer:
         state = {
             "step": self.step,
             "identity": self._identity,
+            "too_long": sorted(self.too_long),
             "masters": [master.detach() for master in self.masters],
             "optimizer": self.optimizer.state_dict(),
         }
@@ -219,8 +230,9 @@ class Trainer:
         folders = (self.out / CHECKPOINT, self.out / f"{CHECKPOINT}.old")
         last = next((folder for folder in folders if (folder / STATE).is_file()), None)
         if last is None:
+            _cut_log(self.out / LOG, 0)
             return
-        state = torch.load(last / STATE, weights_only=True, map_location=self.device)
+        state = self._read(last / STATE)
         differing = [key for key, value in self._identity.items() if state["identity"].get(key) != value]
         if differing:
             given = ", ".join(f"{key} {state['identity'].get(key)!r}, now {self._identity[key]!r}" for key in differing)
@@ -229,9 +241,32 @@ class Trainer:
             for master, kept in zip(self.masters, state["masters"], strict=True):
                 master.copy_(kept)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = int(state["step"])
+        self.step, self.too_long = int(state["step"]), set(state["too_long"])
         self._copy_masters()
         _cut_log(self.out / LOG, self.step)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            state: dict[str, Any] = torch.load(path, weights_only=True, map_location=self.device)
+            missing = {"step", "identity", "too_long", "masters", "optimizer"} - state.keys()
+        except (
+            OSError,
+            EOFError,
+            RuntimeError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            UnpicklingError,
+        ) as error:
+            told = str(error).strip().splitlines()[:1]
+            raise UsageError(
+                f"The checkpoint {path} is damaged ({''.join(told)[:120] or type(error).__name__}); remove "
+                f"{path.parent} to begin anew, or choose another --out."
+            ) from error
+        if missing:
+            raise UsageError(f"The checkpoint {path} is of another version; choose another --out to begin anew.")
+        return state
 
 
 def _with_fresh_adapter(loaded: LoadedModel, recipe: Recipe) -> Any:
@@ -251,11 +286,16 @@ def _begin_with(model: Any, start: Path, recipe: Recipe) -> None:
     """Copy the weights of an adapter of the recipe's rank and layers. Raises UsageError."""
     state, scale = read_adapter(start)
     own = get_peft_model_state_dict(model)
-    if {name: tensor.shape for name, tensor in state.items()} != {name: tensor.shape for name, tensor in own.items()}:
-        rank = next((len(tensor) for name, tensor in state.items() if "lora_A" in name), 0)
+    rank = next((len(tensor) for name, tensor in state.items() if "lora_A" in name), 0)
+    if rank != recipe.rank:
         raise UsageError(
-            f"Adapter {str(start)!r} (rank {rank}) does not fit a run with rank {recipe.rank} and first_layer "
-            f"{recipe.first_layer} on this base; give a --recipe with the same, or another --start."
+            f"Adapter {str(start)!r} has rank {rank}, the recipe {recipe.rank}; give a --recipe with rank {rank} "
+            "(small has 16), or another --start."
+        )
+    if {name: tensor.shape for name, tensor in state.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        raise UsageError(
+            f"Adapter {str(start)!r} was trained on other layers or another base than this run (first_layer "
+            f"{recipe.first_layer}); give a --recipe with the same layers, or another --start."
         )
     factor = scale * recipe.rank / recipe.alpha
     for name, tensor in state.items():
@@ -265,7 +305,10 @@ def _begin_with(model: Any, start: Path, recipe: Recipe) -> None:
 
 def _cut_log(path: Path, step: int) -> None:
     """Drop log lines of steps after the checkpoint: they are done again."""
-    if path.exists():
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.endswith("}")]
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+    if not path.exists():
+        return
+    kept = list[str]()
+    for line in path.read_text("utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # a last line that was cut short
+            kept += [line] if json.loads(line)["step"] <= step else []
+    path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
