@@ -28,7 +28,7 @@ from ooospec.chat.template import render
 from ooospec.core import Commit, DecodeContext, FunctionHint, Hint, SlotHint, Tool
 from ooospec.engine import decode
 from ooospec.memory import Memory
-from ooospec.methods import Setup, method_named
+from ooospec.methods import METHODS, Setup, method_named
 from ooospec.models.resolver import resolve_model
 from ooospec.planner import Budget
 from ooospec.stopping import Limits
@@ -80,7 +80,7 @@ def replay(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("methods", nargs="+")
+    parser.add_argument("methods", nargs="+", choices=METHODS, metavar="METHOD")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--no-hint", action="store_true")
     parser.add_argument("--late", type=int, default=0)
@@ -88,9 +88,9 @@ def main() -> None:
     options = parser.parse_args()
     results = Results(options.folder)
     rows = [row for row in results.rows() if row.method == "ooo"]
-    if not rows:
-        parser.error(f"{options.folder} has no rows of method ooo")
     measured = [run.settings["cost_ms"] for run in results.runs()]
+    if not rows or not measured:
+        parser.error(f"{options.folder} has no rows of method ooo, or no runs.jsonl")
     costs = [CostCurve(tuple(map(int, cost)), tuple(cost.values())) for cost in measured]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(rows[0].target))
     for method in options.methods:

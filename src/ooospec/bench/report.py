@@ -37,6 +37,8 @@ def write_report(folder: Path, title: str) -> list[Path]:
     rows, runs = results.rows(), results.runs()
     if not rows:
         raise UsageError(f"No benchmark results in {folder}; run: ooospec bench --out {folder} --data DATA")
+    if not runs:
+        raise UsageError(f"{results.runs_file} is missing or empty; it says how the rows were measured. Fetch it anew.")
     tables = [(condition, summarize(rows_of(rows, condition))) for condition in conditions(rows)]
     files = {
         "report.md": _markdown(title, tables, runs),
