@@ -431,10 +431,11 @@ def test_a_damaged_line_of_skipped_requests_is_named(tmp_path):
 def test_rows_that_come_again_or_that_no_file_could_hold_are_left_out(tmp_path):
     odd = json.loads(json.dumps(rlla_row()).replace("Weather in", "\\ud800 in"))
     assert odd != rlla_row()
-    write(tmp_path / "toolrl_rlla" / "rlla_sft.json", json.dumps([rlla_row(), rlla_row(), odd]))
+    nan = rlla_row('{"city": {"type": "str", "default": NaN}}')
+    write(tmp_path / "toolrl_rlla" / "rlla_sft.json", json.dumps([rlla_row(), rlla_row(), odd, nan]))
     found = plan(["toolrl_rlla"], tmp_path, NOTHING)
     assert len(found.examples) == 1
-    assert found.left_out["toolrl_rlla"] == {"the same request again": 1, "row of another form": 1}
+    assert found.left_out["toolrl_rlla"] == {"the same request again": 1, "row of another form": 2}
 
 
 def test_a_busy_or_silent_endpoint_is_asked_again_then_given_up(monkeypatch):

@@ -68,7 +68,7 @@ def plan(
                 if not reason:
                     seen.add(example.fingerprint())
                     example = vary(example, pool, variation or Variation(), seed)
-                    size = len(json.dumps([example.messages, example.tools]))
+                    size = len(json.dumps([example.messages, example.tools], allow_nan=False))
                     reason = "longer than asked for" if size > max_chars else inventory.clash(example)
             except ROW_FAULTS:
                 reason = "row of another form"
