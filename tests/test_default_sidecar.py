@@ -38,6 +38,7 @@ def test_the_default_sidecar_is_used_where_it_pays(
     monkeypatch.setattr("ooospec.config.DEFAULT_SIDECAR_WEIGHTS", tiny_llama.model.num_parameters())
     monkeypatch.setattr(Decoder, "_reach", reached)
     (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").touch()
     folders = {"sidecar": str(folder_of_tiny), "adapter": str(tmp_path)}
     options = {"sidecar": AUTO, **{name: folders[name] for name in named}}
     if used:
