@@ -61,7 +61,7 @@ def vary(example: Example, pool: Sequence[Mapping[str, Any]], variation: Variati
     kept = [tool for tool in example.tools if tool["function"]["name"] in called]
     others = [tool for tool in example.tools if tool["function"]["name"] not in called]
     room = max(0, variation.max_tools - len(kept))
-    kept += chance.sample(others, min(len(others), chance.randint(0 if kept else 1, max(room, 0 if kept else 1))))
+    kept += chance.sample(others, min(len(others), chance.randint(0 if kept else 1, room)))
     for tool in chance.sample(pool, min(len(pool), chance.randint(0, variation.distractors))):
         if tool["function"]["name"] not in names and len(kept) < variation.max_tools:
             names.add(tool["function"]["name"])

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,8 +30,7 @@ def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
     """
     if any(source.resolve() == out.resolve() for source in sources):
         raise UsageError(f"{out} is one of the adapters to be averaged; choose another --out.")
-    states, scales = zip(*map(read_adapter, sources), strict=True)
-    configs = [json.loads((source / CONFIG).read_text("utf-8")) for source in sources]
+    states, configs, scales = zip(*map(read_adapter, sources), strict=True)
     bases = {config.get("base_model_name_or_path") for config in configs}
     if len(bases) > 1 or any(_outer_shapes(state) != _outer_shapes(states[0]) for state in states):
         raise UsageError("These adapters do not belong together: they were trained on other bases or layers.")
@@ -52,13 +52,13 @@ def average_adapters(sources: Sequence[Path], out: Path, rank: int) -> float:
     return 1 - kept / whole if whole else 0.0
 
 
-def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
-    """Return the weights of an adapter in float32, and the scale of its updates. Raises UsageError."""
+def read_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], float]:
+    """Return (the weights of an adapter in float32, its config, the scale of its updates). Raises UsageError."""
     check_adapter(str(folder))
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         state = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()}
-        return state, float(config["lora_alpha"]) / float(config["r"])
+        return state, config, float(config["lora_alpha"]) / float(config["r"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise UsageError(
             f"Adapter {str(folder)!r} is damaged ({type(error).__name__}: {str(error)[:120]}); train it again or fetch "

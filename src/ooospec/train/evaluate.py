@@ -8,14 +8,13 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ooospec.bench.datasets import BenchRequest
 from ooospec.bench.gold import MAY_BE_LEFT_OUT, same_value
-from ooospec.bench.rows import Results
+from ooospec.bench.rows import Row
 from ooospec.errors import ContextLengthError
 from ooospec.models.progress import Progress, Silent
 from ooospec.sidecar import protocol
@@ -86,9 +85,9 @@ def cases_of_gold(benchmark: str, requests: Iterable[BenchRequest]) -> Iterator[
         yield Case(request.id, f"{benchmark} (gold)", tools, dialogue, gold.name, gold.arguments, exact=False)
 
 
-def cases_of_results(folder: Path, requests: Mapping[str, BenchRequest]) -> Iterator[Case]:
+def cases_of_results(rows: Iterable[Row], requests: Mapping[str, BenchRequest]) -> Iterator[Case]:
     """Take what the targets of a benchmark run wrote by plain decoding: the first call of each answer."""
-    for row in Results(folder).rows():
+    for row in rows:
         request = requests.get(row.request)
         if row.method != "ar" or not row.calls or request is None:
             continue
@@ -133,7 +132,7 @@ class Tally:
         """Give shares and medians as plain values; None where nothing was counted."""
 
         def share(part: int, whole: int) -> float | None:
-            return round(part / whole, 4) if whole else None
+            return part / whole if whole else None
 
         def median(values: Sequence[float]) -> float | None:
             return round(statistics.median(values), 1) if values else None
@@ -227,9 +226,9 @@ def evaluate(
                     answers.append(message)
                     size += len(protocol.encoder.encode(message))
                     function_ms = function_ms or (time.perf_counter() - start) * 1e3
-        tally.wave_ms.append((time.perf_counter() - start) * 1e3)
-        tally.function_ms.append(function_ms or tally.wave_ms[-1])
-        tally.prefill_ms.append(predictor.stats.prefill_ms)
+            tally.wave_ms.append((time.perf_counter() - start) * 1e3)
+            tally.function_ms.append(function_ms or tally.wave_ms[-1])
+            tally.prefill_ms.append(predictor.stats.prefill_ms)
         tally.payload_bytes.append(size)
         count(tally, case, answers)
     progress.update("evaluate sidecar", len(cases), len(cases))

@@ -6,14 +6,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from ooospec.bench.datasets import BENCHMARKS, BenchRequest, data_folder, load_benchmark, suite
-from ooospec.bench.rows import Results
+from ooospec.bench.datasets import BENCHMARKS, data_folder, load_benchmark, suite
+from ooospec.bench.rows import Results, Row
 from ooospec.config import AUTO
 from ooospec.errors import UsageError
 from ooospec.models.progress import Progress
@@ -34,7 +33,7 @@ from ooospec.train.evaluate import (
     cases_of_results,
     evaluate,
 )  # fmt: skip
-from ooospec.train.packing import Packed, pack
+from ooospec.train.packing import pack
 from ooospec.train.plots import training_page
 from ooospec.train.recipe import Recipe
 from ooospec.train.records import Example, fault, read_examples
@@ -122,19 +121,16 @@ def _train(
 ) -> Trainer:
     """Run the optimiser to the end, drawing the plot after every step."""
     dev = [packed for e in held_out if (packed := pack(e, loaded, recipe.max_tokens)) is not None]
-    pack_one = partial(_pack_numbered, examples, loaded, recipe.max_tokens)
     data = hashlib.sha256(msgspec.json.encode([(e.fingerprint(), e.calls) for e in examples])).hexdigest()[:12]
-    trainer = Trainer(loaded, recipe, out, len(examples), pack_one, dev, start, data)
+    trainer = Trainer(
+        loaded, recipe, out, len(examples), lambda i: pack(examples[i], loaded, recipe.max_tokens), dev, start, data
+    )
     for report in trainer.run():
         note = f"loss {report.loss:.3f}, {report.tokens_per_s:.0f} tokens/s, {report.left_s / 60:.0f} min left"
         progress.update("train", report.step, report.steps, note)
         about = f"{loaded.name}, {len(examples)} requests, {len(dev)} held out."
         (out / "training.html").write_text(training_page(out / LOG, "Training of a sidecar", about), "utf-8")
     return trainer
-
-
-def _pack_numbered(examples: Sequence[Example], loaded: LoadedModel, max_tokens: int, number: int) -> Packed | None:
-    return pack(examples[number], loaded, max_tokens)
 
 
 def calibrate(
@@ -167,15 +163,15 @@ def gather_cases(
     folder = data_folder(data)
     for name in gold:
         cases += cases_of_gold(name, suite(suite_name, name, load_benchmark(name, folder)))
+    rows = list[Row]()
     for path in results:
-        if not Results(path).rows():
+        found = Results(path).rows()
+        if not found:
             raise UsageError(f"No benchmark results in {path}; give a folder that `ooospec bench --out` filled.")
-    if results:
-        requests: dict[str, BenchRequest] = {}
-        for name in BENCHMARKS:
-            requests |= {request.id: request for request in load_benchmark(name, folder)}
-        for path in results:
-            cases += cases_of_results(path, requests)
+        rows += found
+    if rows:
+        requests = {request.id: request for name in BENCHMARKS for request in load_benchmark(name, folder)}
+        cases += cases_of_results(rows, requests)
     if traces:
         cases += cases_of_examples(load_traces(traces)[1])
     if not cases:

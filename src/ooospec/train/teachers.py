@@ -187,11 +187,12 @@ def _refusal(name: str, response: httpx.Response) -> TeacherGone:
     told = " ".join(response.text.split())[:200] or response.reason_phrase
     if status in (400, 413, 422):
         return NoAnswer(f"{name} refused requests: status {status}, {told}")
-    advice = " The key is read from OPENAI_API_KEY." if status in (401, 403) else ""
-    advice = (
-        " Give --base-url as the API's root, such as http://HOST/v1." if status in (301, 302, 307, 308, 404) else advice
-    )
-    return TeacherGone(f"{name} refused the request: status {status}, {told}.{advice}")
+    advice = "Look at the endpoint's log."
+    if status in (401, 403):
+        advice = "The key is read from OPENAI_API_KEY."
+    elif status == 404 or response.is_redirect:
+        advice = "Give --base-url as the API's root, such as http://HOST/v1."
+    return TeacherGone(f"{name} refused the request: status {status}, {told}. {advice}")
 
 
 def _retry_after(response: httpx.Response, otherwise: float) -> float:
