@@ -21,6 +21,7 @@ from ooospec.sidecar.client import SidecarClient
 from ooospec.sidecar.process import SidecarProcess, SidecarSpec
 from ooospec.target.loading import load_model
 from ooospec.target.model import TargetModel
+from ooospec.target.packing import pack
 from ooospec.tree import CandidateTree
 
 WIDTH = 16
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     options = parser.parse_args()
     loaded = load_model(resolve_model(options.target), options.target, device="cpu")
+    pack(loaded.model)
     target, cores = TargetModel(loaded.model), usable_cores()
     few, many = max(1, cores // 4), cores
     for threads in (many, many - few or 1):

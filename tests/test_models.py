@@ -69,7 +69,7 @@ def test_folder_without_a_model_is_refused(tmp_path):
      ("mps", False, "bfloat16")],
 )  # fmt: skip
 def test_the_dtype_is_one_that_the_device_computes_in(monkeypatch, device, native, dtype):
-    monkeypatch.setattr(loading, "_has_bfloat16", lambda: native)
+    monkeypatch.setattr(loading, "has_bfloat16", lambda: native)
     asked = []
     monkeypatch.setattr("torch.cuda.device", lambda name: asked.append(name) or contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
@@ -88,7 +88,7 @@ def test_bfloat16_on_a_cpu_is_what_it_has_instructions_for(monkeypatch, machine,
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: units[1])
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: True)  # so it says of AVX-512, too
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
-    assert loading._has_bfloat16() == native
+    assert loading.has_bfloat16() == native
 
 
 def test_local_folder_and_dtype(tmp_path):

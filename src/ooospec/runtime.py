@@ -41,6 +41,7 @@ from ooospec.target.loading import (
     stored_weights,
 )
 from ooospec.target.model import TargetModel
+from ooospec.target.packing import is_packed, pack
 from ooospec.target.prefix_cache import PrefixCache
 
 READY_TIMEOUT_S = 120.0
@@ -149,6 +150,7 @@ class Decoder:
         path = resolve_model(target, progress)
         progress.update(f"load {target}", 0, 1)
         loaded = load_model(path, target, dtype, device)
+        pack(loaded.model)
         progress.update(f"load {target}", 1, 1)
         return loaded
 
@@ -181,7 +183,8 @@ class Decoder:
         return [self.target] if self.draft is None else [self.target, self.draft.model]
 
     def _measure(self, progress: Progress) -> CostCurve:
-        key = cost_key(self.loaded.name, self.loaded.dtype, self.loaded.device)
+        loaded = self.loaded
+        key = cost_key(loaded.name, loaded.dtype, loaded.device, is_packed(loaded.model))
         file = cache_dir() / "cost_curves.json"
 
         def report(done: int, total: int) -> None:

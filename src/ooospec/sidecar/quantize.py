@@ -17,6 +17,7 @@ from ooospec.config import AUTO
 from ooospec.errors import UsageError
 from ooospec.sidecar.adapter import check_base, read_habits, shape_of
 from ooospec.target.loading import DTYPES, LoadedModel, load_model, parse_device
+from ooospec.target.packing import pack
 
 MIN_HIDDEN_SIZE = 768
 """Narrower models lose most of their accuracy (SmolLM2-135M, width 576, does)."""
@@ -61,6 +62,8 @@ def load_sidecar(path: Path, name: str, dtype: str, device: str | None, adapter:
     if dtype == "auto":
         dtype = "int8" if can_quantize(hidden_size, device) else AUTO
     if dtype != "int8":
-        return load_model(path, name, dtype, device, adapter)
+        loaded = load_model(path, name, dtype, device, adapter)
+        pack(loaded.model)
+        return loaded
     loaded = load_model(path, name, "float32", device, adapter)
     return replace(loaded, model=quantize_int8(loaded.model), dtype="int8")

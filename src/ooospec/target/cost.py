@@ -15,7 +15,7 @@ import torch
 from ooospec.target.model import TargetModel
 from ooospec.tree import CandidateTree
 
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PREFIX_TOKENS = 128
 REPEATS = 3
 SLOW_MS, STEEP, WIDE = 2000.0, 3.0, 16
@@ -77,9 +77,10 @@ def cached_cost(
     return curve
 
 
-def cost_key(name: str, dtype: str, device: str) -> str:
+def cost_key(name: str, dtype: str, device: str, packed: bool) -> str:
     """Name the conditions that a curve depends on."""
-    where = (
-        torch.cuda.get_device_name() if device.startswith("cuda") else f"{device}, {torch.get_num_threads()} threads"
-    )
+    if device.startswith("cuda"):
+        where = torch.cuda.get_device_name()
+    else:
+        where = f"{device}, {torch.get_num_threads()} threads" + ", packed weights" * packed
     return f"{name}, {dtype}, {where}, prefix {PREFIX_TOKENS}, torch {torch.__version__}"

@@ -60,13 +60,13 @@ def chosen_dtype(name: str, device: str) -> str:
         if device.startswith("cuda"):
             with torch.cuda.device(device):
                 return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-        return "float32" if device == "cpu" and not _has_bfloat16() else "bfloat16"
+        return "float32" if device == "cpu" and not has_bfloat16() else "bfloat16"
     if name not in DTYPES:
         raise UsageError(f"Unknown dtype {name!r}; choose one of {', '.join((AUTO, *DTYPES))}.")
     return name
 
 
-def _has_bfloat16() -> bool:
+def has_bfloat16() -> bool:
     """Tell whether the CPU has instructions for bfloat16; on x86 oneDNN says so of every AVX-512, too."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
