@@ -13,6 +13,7 @@ from ooospec.chat.scanner import CallScanner
 from ooospec.chat.schema import normalize_schema, openai_tools, prose_tools, read_tools
 from ooospec.chat.style import StyleBook, default_styles, learn_style
 from ooospec.chat.template import plain_text, render, template_format
+from ooospec.chat.values import ending
 from ooospec.errors import ToolsError, UsageError
 
 
@@ -258,3 +259,15 @@ def test_streamed_text_equals_whole_text(codec):
     text = "São José 😀 väg"
     stream = codec.stream()
     assert "".join(stream.push([token]) for token in codec.encode(text)) == text
+
+
+@given(st.recursive(st.text(), st.lists, max_leaves=6), st.data())
+def test_a_value_that_is_cut_gets_the_end_that_completes_it(value, data):
+    text = json.dumps(value, ensure_ascii=data.draw(st.booleans()))
+    cut = text[: data.draw(st.integers(1, len(text)))]
+    end = ending(cut)
+    escape = len(cut) - len(cut.rstrip("\\"))
+    if end is None:
+        assert cut[-1] == "\\" or cut.rstrip()[-1] == ","
+    elif "\\u" not in cut[-6:]:
+        assert escape % 2 == 0 and json.loads(cut + end) is not None

@@ -10,7 +10,7 @@ from ooospec.core import BONUS, Commit, DecodeContext, TopTokens
 from ooospec.proposers.lookup import PromptLookup
 from ooospec.proposers.prediction import PredictedText
 from ooospec.proposers.recycling import LEVELS, SuccessorTable, TokenRecycling, static_tree
-from ooospec.proposers.retrieval import Retrieval, RetrievalMemory, SuffixIndex
+from ooospec.proposers.retrieval import LONGEST_OUTPUT, Retrieval, RetrievalMemory, SuffixIndex
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -81,13 +81,13 @@ def test_recycling_drafts_last_seen_successors():
 
 @given(TOKENS, TOKENS, st.integers(1, 3))
 def test_suffix_index_finds_all_earlier_occurrences(first, second, size):
-    index = SuffixIndex(size)
+    index = SuffixIndex((size,))
     index.extend(first, separate=True)
     index.extend(second, separate=True)
     text = [-1, *first, -1, *second]
     gram = text[-size:]
     expected = [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == gram and -1 not in gram]
-    assert index.after_matches(index.newest(), 100) == expected
+    assert index.after_matches(index.newest(size), 100) == expected
 
 
 def test_retrieval_covers_the_whole_prompt_and_earlier_outputs():
@@ -102,6 +102,13 @@ def test_retrieval_covers_the_whole_prompt_and_earlier_outputs():
     assert retrieval.propose()[0].tokens == (25, 26)  # from the earlier output
     commit(retrieval, output, [9, 8, 30, 31, 32])
     assert retrieval.propose()[0].tokens[:2] == (33, 34)  # the very end of the prompt
+
+
+def test_of_a_long_output_its_end_is_remembered():
+    memory, long = RetrievalMemory(), list(range(5000))
+    memory.add(np.array([1.0], dtype=np.float32), long)
+    assert memory.nearest(np.array([1.0], dtype=np.float32)) == [long[-LONGEST_OUTPUT:]]
+    assert memory.nbytes < 40 * LONGEST_OUTPUT
 
 
 def test_retrieval_memory_ranks_by_similarity_and_is_bounded():

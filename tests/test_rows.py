@@ -182,6 +182,74 @@ def test_earlier_calls_are_remembered_even_of_requests_that_ran_into_a_limit(cod
     assert run(engine, second) < run(Engine(make()), again)
 
 
+def test_the_next_turn_of_a_request_that_ran_into_a_limit_is_a_request_of_its_own(codec, make):
+    drafter = make()
+    engine = Engine(drafter)
+    first, second = Asked(codec, 6, "Trondheim"), Asked(codec, 7, "Rome")
+    engine.rows = [first]
+    while len(first.written) < 30:
+        engine.step()
+    second.prompt = [*first.prompt, *first.written, codec.eos_id, *second.prompt[-60:]]
+    drafter._hints = Named([second])
+    steps = run(engine, second)
+    assert drafter.counts["requests"] == 2 and drafter.counts["named"] == 1 and steps < len(second.script) / 4
+
+
+def test_steps_that_were_not_asked_about_cost_nothing_else(codec, make):
+    drafter = make(Named([row := Asked(codec, 6, "Trondheim")]))
+    engine = Engine(drafter)
+    engine.rows = [row]
+    engine.step()
+    row.written += row.script[len(row.written) : 20]
+    engine.drafts = [[]]
+    while not engine.done(row):
+        engine.step()
+    assert drafter.counts["requests"] == 1 and row.steps < 6
+
+
+def test_what_was_drafted_before_a_row_left_counts_for_nothing(codec, make):
+    drafter = make(Named([row := Asked(codec, 6, "Trondheim")]))
+    engine = Engine(drafter)
+    engine.rows = [row]
+    engine.step()
+    assert engine.drafts[0]
+    engine.rows, engine.drafts = [], []
+    engine.step()
+    before = drafter.counts.copy()
+    engine.rows = [row]  # it comes back without its draft and runs one token
+    engine.step()
+    assert not any(drafter.counts[name] - before[name] for name in drafter.counts if name.startswith("accepted"))
+    assert drafter.counts["requests"] == 1 and engine.drafts[0]
+
+
+def test_rows_without_drafts_do_not_stop_those_with_good_ones(codec, make):
+    row, prose = Asked(codec, 4, "Oslo"), Asked(codec, 5, "Rome")
+    prose.prompt, prose.script = codec.encode("Tell me a story."), codec.encode("xylophone quartz jumbled verdict" * 2)
+    drafter = make(Named([row]))
+    engine = Engine(drafter)
+    engine.rows = [prose]
+    while not engine.done(prose):
+        engine.step()
+    assert drafter._gain > 0.5
+    steps = run(engine, row)
+    assert steps < len(row.script) / 4
+
+
+def test_a_step_whose_drafts_were_cut_says_nothing_of_what_drafts_are_worth(codec, make):
+    for cut in (False, True):
+        drafter = make(Named([row := Asked(codec, 6, "Trondheim")]))
+        seen = []
+        drafter._calibrator.observe_cost = lambda *given, seen=seen: seen.append(given)
+        engine = Engine(drafter)
+        engine.rows = [row]
+        engine.step()
+        assert len(seen) == 0
+        propose = drafter.propose
+        drafter.propose = lambda *step, propose=propose, cut=cut: propose(*step, 1 if cut else 100)
+        engine.step()
+        assert len(seen) == (not cut)
+
+
 def test_what_the_target_writes_otherwise_is_asked_for(codec, make):
     row = Asked(codec, 3, "Oslo")
     name = "get_3"

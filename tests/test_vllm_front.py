@@ -18,7 +18,7 @@ from conftest import WEATHER
 from ooospec.errors import UsageError
 from ooospec.integrations.rows import RowDrafter, Situation, prompt_key
 from ooospec.integrations.vllm import OooSpecMiddleware, OooSpecProposer, announce
-from ooospec.integrations.vllm.connection import ADDRESS_VARIABLE, Connection
+from ooospec.integrations.vllm.connection import ADDRESS_VARIABLE, STATS_VARIABLE, Connection
 from ooospec.integrations.vllm.front import _has_media
 from ooospec.integrations.vllm.worker import _Hints, _tokens_run, check_version
 from ooospec.sidecar.client import SidecarClient
@@ -172,6 +172,7 @@ def test_without_a_sidecar_everything_goes_on(monkeypatch, caplog):
     monkeypatch.setenv(ADDRESS_VARIABLE, "tcp://127.0.0.1:9")
     seen = []
     assert post(app_with(seen), json.dumps({"messages": MESSAGES, "tools": [WEATHER]})).status_code == 200
+    assert [route for route, _ in seen] == ["chat"]  # there is nobody to name it to
     assert _Hints().find(b"x") is None and "No sidecar at tcp://127.0.0.1:9 yet" in caplog.text
     monkeypatch.setenv(ADDRESS_VARIABLE, "nonsense")
     assert _Hints().find(b"x") is None and "No hints: Cannot use sidecar address 'nonsense'" in caplog.text
@@ -260,17 +261,25 @@ def test_a_subscriber_finds_a_sidecar_that_was_started_again(monkeypatch):
     asking = SidecarClient(address)
     from ooospec.chat.schema import read_tools
 
-    end = time.monotonic() + 20
-    found = None
-    while found is None and time.monotonic() < end:
-        box = asking.submit(read_tools([WEATHER]), [("user", "in Oslo")])
-        asking.name(box, b"k")
-        follower.announced(b"?")
-        for _ in range(20):
-            if socket.poll(20):
-                server.turn()
-        found = follower.announced(b"k")
-    assert found is not None
+    box = asking.submit(read_tools([WEATHER]), [("user", "in Oslo")])
+    asking.name(box, b"k")
+    while socket.poll(200) or server._job is not None:
+        server.turn()  # the request is named and answered before the follower has come back
+    assert follower.announced(b"k") is None
+
+    def found():
+        if socket.poll(10):
+            server.turn()
+        return follower.announced(b"k")
+
+    followed = wait_for(found)
+    assert wait_for(lambda: followed.poll().complete) and followed.hint.slots["get_weather", "city"].value == "Oslo"
+    told = follower._followed.copy()
+    follower.subscribe()
+    assert socket.poll(1000)
+    server.turn()
+    follower.receive()
+    assert follower._followed == told  # one that was there is not told again
     for each in (asking, follower):
         each.close()
     socket.close(0)
@@ -303,6 +312,7 @@ def test_other_versions_of_vllm_are_refused(found):
         ({"is_hybrid": True}, {}, "keeps a recurrent state"),
         ({"is_attention_free": True}, {}, "keeps a recurrent state"),
         ({}, {"distributed_executor_backend": "external_launcher"}, "every rank schedules by itself"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2: several batches are under way"),
     ],
 )
 def test_targets_and_backends_that_cannot_be_right_are_refused_at_start(monkeypatch, model, parallel, words):
@@ -316,18 +326,20 @@ def test_targets_and_backends_that_cannot_be_right_are_refused_at_start(monkeypa
         OooSpecProposer(config)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_drafts_and_nothing_it_is_given_can_raise(monkeypatch, folder_of_tiny, rank):
+@pytest.mark.parametrize(("rank", "replica"), [(0, 0), (1, 0), (0, 1)])
+def test_one_rank_drafts_and_nothing_it_is_given_can_raise(monkeypatch, folder_of_tiny, tmp_path, rank, replica):
     monkeypatch.setattr("ooospec.integrations.vllm.worker.version_of_vllm", lambda: "0.32.0")
     monkeypatch.setenv(ADDRESS_VARIABLE, "none")
+    monkeypatch.setenv(STATS_VARIABLE, str(tmp_path / "stats"))
     path = str(folder_of_tiny)
     model = SimpleNamespace(
         model=path, tokenizer=path, tokenizer_revision=None, revision=None, trust_remote_code=False,
         is_hybrid=False, is_attention_free=False, max_model_len=512, get_vocab_size=lambda: 300,
     )  # fmt: skip
     parallel = SimpleNamespace(
-        distributed_executor_backend="mp", rank=rank, tensor_parallel_size=2, data_parallel_size=1
-    )
+        distributed_executor_backend="mp", rank=rank, tensor_parallel_size=2, pipeline_parallel_size=1,
+        data_parallel_size=1, data_parallel_index=replica,
+    )  # fmt: skip
     speculative = SimpleNamespace(num_speculative_tokens=8, draft_model_config=model)
     proposer = OooSpecProposer(
         SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=speculative)
@@ -341,6 +353,9 @@ def test_one_rank_drafts_and_nothing_it_is_given_can_raise(monkeypatch, folder_o
     monkeypatch.setattr(_Hints, "drain", lambda self: 1 / 0)
     assert bool(proposer.propose([[6]], np.array([8]), row)[0]) == (rank == 0)
     assert proposer.drafter.counts["faults"] == 2 * (rank == 0)
+    proposer._report()
+    counts = json.loads((tmp_path / ("stats.1" if replica else "stats")).read_text())
+    assert counts.get("faults", 0) == 2 * (rank == 0) and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_tokens_of_a_step_are_read_off_the_slot_mappings():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 MIN_COPY_CHARACTERS = 2
 MAX_COPY_CHARACTERS = 28
 _OPEN = {"{": "}", "[": "]"}
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+("|\\?\Z)', re.DOTALL)
 
 
+@lru_cache(4)
 def ending(partial: str) -> str | None:
     """Return the characters that end a value that says `partial` so far; "" where it may end as it is, None if not.
 
@@ -30,18 +33,9 @@ def ending(partial: str) -> str | None:
 
 def _without_strings(text: str) -> tuple[str, bool | None]:
     """Replace strings by `"`; tell whether the text ends inside one, None if amid an escape."""
-    bare, in_string, escaped = [], False, False
-    for char in text:
-        if escaped:
-            escaped = False
-        elif in_string and char == "\\":
-            escaped = True
-        elif char == '"':
-            in_string = not in_string
-            bare.append(char)
-        elif not in_string:
-            bare.append(char)
-    return "".join(bare), None if escaped else in_string
+    ends = [found[1] for found in _STRING.finditer(text)]
+    last = ends[-1] if ends else '"'
+    return _STRING.sub('"', text), None if last == "\\" else not last
 
 
 def realigned(partial: str, predicted: str) -> str:

@@ -34,7 +34,7 @@ from ooospec.tree import best_chain
 
 logger = logging.getLogger("ooospec.integrations")
 Tokens = NDArray[np.int32]
-MAX_PARKED_TOKENS = 100_000
+MAX_PARKED_TOKENS = 500_000
 """Tokens of requests kept after they left the batch, as they may have been preempted."""
 MAX_UNSEEN = 256
 """Tokens that a row may have gone on by while no drafts were asked for."""
@@ -155,9 +155,11 @@ class RowDrafter:
         self._parked: OrderedDict[int, _Row] = OrderedDict()
         self.cost = StepCost()
         self._last: tuple[float, int] | None = None
-        """When the last drafts were given, and how many tokens the step behind verifies."""
+        """When the last drafts were given, and how many tokens the step after them verifies."""
+        self._cut = False
+        """Whether the step ran fewer tokens than that: a grammar or a budget of the engine cut drafts."""
         self._drafting_s, self._gain = 0.0, 1.0
-        """Means over rounds that were drafted for: seconds that drafting took, and tokens that were accepted."""
+        """Means over rounds with drafts: seconds that drafting took, and tokens that were accepted."""
         self.counts: Counter[str] = Counter()
         """requests, named (hints found by key), drafted, accepted_SOURCE, faults, .."""
 
@@ -181,6 +183,7 @@ class RowDrafter:
         start, before, self._active = time.perf_counter(), self._active, [None] * len(sampled)
         free = {id(row): row for row in before if row is not None}
         ran_before, steady = set(free), len(free) == len(before)
+        self._cut = ran is not None and self._last is not None and ran < self._last[1]
         drafts, verified = list[list[int]](), 0
         for index, new in enumerate(sampled):
             draft: list[int] = []
@@ -223,13 +226,16 @@ class RowDrafter:
         """Return the request that these tokens go on with; it is taken out of those that are free.
 
         Usually it ends where the new tokens begin. Where an engine asks for no drafts for some steps, rows go on
-        unseen: then it may end earlier.
+        unseen: then it may end earlier, but not before an end token, which another user's turn would come after.
         """
         known = len(whole) - new
+        ends = self.situation.codec.eos_ids
 
         def fits(row: _Row, unseen: int = 0) -> bool:
             length = len(row.tokens)
-            return 0 <= known - length <= unseen and np.array_equal(row.tokens, whole[:length])
+            if not 0 <= known - length <= unseen or not np.array_equal(row.tokens, whole[:length]):
+                return False
+            return ends.isdisjoint(whole[length:known].tolist())
 
         found = likely if likely is not None and id(likely) in free and fits(likely) else None
         found = found or next((row for row in (*free.values(), *self._parked.values()) if fits(row)), None)
@@ -238,7 +244,9 @@ class RowDrafter:
             found = max(behind, key=lambda row: len(row.tokens), default=None)
         if found is not None:
             free.pop(id(found), None)
-            self._parked.pop(id(found), None)
+            if self._parked.pop(id(found), None) is not None:  # what was drafted before it left was never verified
+                found.drafted, found.offered, found.tried, found.paid = [], [], False, 0.0
+                found.learned = False
         return found
 
     def _begin(self, prompt: Tokens) -> _Row:
@@ -282,13 +290,13 @@ class RowDrafter:
         for source in sources[:right]:
             self.counts[f"accepted_{source}"] += 1
         row.vain = 0 if right else row.vain + bool(chain)
-        if drafted and row.tried:
+        if chain and row.tried:
             self._gain = SLOWLY * self._gain + (1 - SLOWLY) * right
         if drafted:
             self._calibrator.observe(row.offered, written)
-            if row.paid:
+            if row.paid and not self._cut:
                 self._calibrator.observe_cost(len(written), row.paid)
-        state = _state_of(np.asarray(row.context.prompt_ids, dtype=np.int64)) if row.rounds == 0 else None
+        state = _state_of(row.context.prompt_ids) if row.rounds == 0 else None
         row.output.extend(written)
         commit = Commit(written, sources, row.rounds, len(chain), prompt_state=state)
         row.rounds += 1
@@ -312,7 +320,8 @@ class RowDrafter:
             row.offered = [self._calibrator.calibrate(draft) for draft in offered]
             vocabulary = min(self.situation.codec.vocab_size, self.situation.vocabulary)
             row.drafted = best_chain(row.offered, room, cost, vocabulary, self._calibrator.rate)
-            self._drafting_s = SLOWLY * self._drafting_s + (1 - SLOWLY) * (time.perf_counter() - start)
+            if row.drafted:
+                self._drafting_s = SLOWLY * self._drafting_s + (1 - SLOWLY) * (time.perf_counter() - start)
         row.paid = cost(1 + len(row.drafted))
         self.counts["drafted"] += len(row.drafted)
         self.counts["rounds_without_draft"] += not row.drafted
@@ -342,10 +351,9 @@ class RowDrafter:
 
     def _park(self, rows: Iterable[_Row]) -> None:
         """Keep requests that left the batch without an end token: a limit, a stop text, or they may come back."""
-        for row in rows:
-            if not row.ended and row.context is not None:
-                self._parked[id(row)] = row
-        while sum(len(row.tokens) for row in self._parked.values()) > MAX_PARKED_TOKENS:
+        left = [row for row in rows if not row.ended and row.context is not None]
+        self._parked.update((id(row), row) for row in left)
+        while left and sum(len(row.tokens) for row in self._parked.values()) > MAX_PARKED_TOKENS:
             self._end(self._parked.popitem(last=False)[1])
 
     def _learn_from_parked(self) -> None:
@@ -362,7 +370,7 @@ class RowDrafter:
             logger.exception("a fault while drafting for %s; the engine goes on (others are only counted)", where)
 
 
-def _state_of(prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+def _state_of(prompt: Sequence[int]) -> NDArray[np.float32]:
     """Return a vector that is alike for alike prompts: hashed counts of the last tokens. [STATE_SIZE]"""
-    last = (prompt[-STATE_TOKENS:] * 2654435761 % 2**32) >> 22  # Fibonacci hashing
+    last = (np.array(prompt[-STATE_TOKENS:], dtype=np.int64) * 2654435761 % 2**32) >> 22  # Fibonacci hashing
     return np.sqrt(np.bincount(last, minlength=STATE_SIZE)).astype(np.float32)

@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -50,6 +50,8 @@ class Predictor(Protocol):
 
 
 MAX_SUBSCRIBERS, MAX_RECORDS = 64, 256
+TOLD_AGAIN = 16
+"""Named requests that a new subscriber is told of: it may be late for those that are being answered."""
 Answer = Function | SlotValue | Done
 
 
@@ -61,6 +63,8 @@ class _Record:
     answers: list[Answer] = field(default_factory=list)
     number: int = 0
     """Number under which subscribers know it; 0 = it has no name yet."""
+    key: bytes = b""
+    """Its name."""
 
 
 @dataclass(slots=True)
@@ -118,16 +122,22 @@ class SidecarServer:
                 _, old = self._records.popitem(last=False)
                 self._numbered.pop(old.number, None)
         elif isinstance(message, Subscribe):
-            self._subscribers[client] = None
-            self._subscribers.move_to_end(client)
-            if len(self._subscribers) > MAX_SUBSCRIBERS:
-                self._subscribers.popitem(last=False)
+            self._subscribe(client)
         elif isinstance(message, Name):
             self._name(client, message)
         elif isinstance(message, Ask):
             self._ask(message)
         else:
             self._cancel(client, message)
+
+    def _subscribe(self, client: bytes) -> None:
+        if client not in self._subscribers:
+            for number in list(self._numbered)[-TOLD_AGAIN:]:
+                self._tell(number, [client])
+        self._subscribers[client] = None
+        self._subscribers.move_to_end(client)
+        if len(self._subscribers) > MAX_SUBSCRIBERS:
+            self._subscribers.popitem(last=False)
 
     def _name(self, client: bytes, message: Name) -> None:
         """Tell the subscribers of a request and of what is known about it."""
@@ -136,10 +146,17 @@ class SidecarServer:
             return
         self._named += 1
         record.number = self._named
+        record.key = message.key
         self._numbered[record.number] = client, message.request
-        self._pass_on(Announce(record.number, message.key, record.asked.tools))
-        for answer in record.answers:
-            self._pass_on(msgspec.structs.replace(answer, request=record.number))
+        self._tell(record.number, self._subscribers)
+
+    def _tell(self, number: int, subscribers: Iterable[bytes]) -> None:
+        """Tell subscribers of a named request and of what is known about it."""
+        record = self._records[self._numbered[number]]
+        for subscriber in subscribers:
+            self._send(subscriber, Announce(number, record.key, record.asked.tools))
+            for answer in record.answers:
+                self._send(subscriber, msgspec.structs.replace(answer, request=number))
 
     def _ask(self, message: Ask) -> None:
         """Queue what a subscriber wants to know more; the answers go where the request's others went."""

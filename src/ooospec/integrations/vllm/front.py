@@ -139,7 +139,7 @@ class OooSpecMiddleware:
         except Exception:
             logger.exception("a request could not be read; it goes on without hints")
             return None
-        if mailbox is not None:
+        if mailbox is not None and not mailbox.hint.failed:
             task = asyncio.ensure_future(self._name(scope, asked, mailbox))
             self._running.add(task)
             task.add_done_callback(self._running.discard)

@@ -68,6 +68,11 @@ class OooSpecProposer:
                 "With the external_launcher backend every rank schedules by itself: all would have to draft the same "
                 "at the same time; hints come when they come. Use another backend, or leave out --speculative-config."
             )
+        if parallel.pipeline_parallel_size > 1:
+            raise UsageError(
+                f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: several batches are under way at once "
+                "then, and OoO-Spec follows one. Use --tensor-parallel-size, or leave out --speculative-config."
+            )
         self.max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         _keep_asking(vllm_config.speculative_config, self.max_tokens)
         self._drafts = parallel.rank % parallel.tensor_parallel_size == 0
@@ -76,9 +81,10 @@ class OooSpecProposer:
         self.drafter = RowDrafter(
             read_situation(model), self.max_tokens, int(model.max_model_len), self._hints, remembers()
         )
-        self._replica = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+        replica = parallel.data_parallel_index  # kept where replicas are engines of their own, too
+        self._replica = f".{replica}" if parallel.data_parallel_size > 1 or replica else ""
         self._report_at = self._log_at = 0.0
-        self._reported = ""
+        self._written = self._logged = ""
         if self._drafts:
             atexit.register(self._report)
 
@@ -111,15 +117,13 @@ class OooSpecProposer:
         now = time.monotonic()
         self._report_at = now + REPORT_SECONDS
         text, path = json.dumps(dict(sorted(self.drafter.counts.items()))), os.environ.get(STATS_VARIABLE)
-        if text == self._reported:
-            return
-        self._reported = text
-        if now >= self._log_at:
-            self._log_at = now + LOG_SECONDS
+        if now >= self._log_at and text != self._logged:
+            self._log_at, self._logged = now + LOG_SECONDS, text
             logger.info("OoO-Spec: %s", text)
-        if path:
+        if path and text != self._written:
+            self._written = text
             try:
-                temporary = Path(f"{path}{self._replica}.tmp")
+                temporary = Path(f"{path}{self._replica}.{os.getpid()}.tmp")
                 temporary.write_text(text + "\n", "utf-8")
                 temporary.replace(f"{path}{self._replica}")
             except OSError as error:
