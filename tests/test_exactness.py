@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conftest import FAMILIES, load_tiny
 from ooospec.core import DecodeContext, Draft
 from ooospec.engine import decode
 from ooospec.memory import Memory
@@ -18,6 +19,7 @@ from ooospec.planner import Budget
 from ooospec.sampling import Sampler, Sampling
 from ooospec.stopping import Limits
 from ooospec.target.model import TargetModel
+from ooospec.target.packing import pack
 from ooospec.target.prefix_cache import PrefixCache
 from ooospec.tree import CandidateTree, build_tree
 from ooospec.verify import Greedy, accept
@@ -101,6 +103,19 @@ def test_noisy_drafts_change_nothing(tiny, seed):
     got, commits = run(tiny, [Scripted(noisy(expected, seed))])
     assert got == expected
     assert len(commits) < len(expected)  # and they do help
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_change_nothing(family):
+    plain, packed = load_tiny(family), load_tiny(family)
+    pack(packed.model)
+    expected = stock(plain)
+    assert run(packed, [])[0] == expected
+    for seed in range(3):
+        assert run(packed, [Scripted(noisy(expected, seed))])[0] == expected
+    memory = Memory()
+    for name in ("lookup", "recycling", "samd", "toolspec"):
+        assert run(packed, method_named(name).build(Setup(memory)))[0] == expected
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

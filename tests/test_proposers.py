@@ -79,15 +79,27 @@ def test_recycling_drafts_last_seen_successors():
     assert {draft.tokens[0] for draft in recycling.propose()} == set(range(18, 26))
 
 
-@given(TOKENS, TOKENS, st.integers(1, 3))
-def test_suffix_index_finds_all_earlier_occurrences(first, second, size):
-    index = SuffixIndex((size,))
-    index.extend(first, separate=True)
-    index.extend(second, separate=True)
-    text = [-1, *first, -1, *second]
+@given(st.lists(st.tuples(TOKENS, st.booleans(), st.sampled_from([1, 1, 1, 9])), max_size=5), st.integers(1, 7))
+def test_suffix_index_finds_all_earlier_occurrences(pieces, size):
+    index, text = SuffixIndex((size,)), list[int]()
+    for tokens, separate, times in pieces:  # long ones make it grow
+        index.extend(tokens * times, separate)
+        text += [-1] * separate + tokens * times
     gram = text[-size:]
+    assert index.newest(size) == tuple(gram)
+    if len(gram) < size:
+        return
     expected = [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == gram and -1 not in gram]
-    assert index.after_matches(index.newest(size), 100) == expected
+    assert index.after_matches(index.newest(size), len(text)) == expected
+
+
+def test_an_index_without_text_finds_nothing():
+    index = SuffixIndex((5,))
+    assert index.after_matches((0,) * 5, 4) == []
+    index.extend([0] * 5)
+    assert index.after_matches((0,) * 5, 4) == []
+    index.extend([0])
+    assert index.after_matches((0,) * 5, 4) == [5]
 
 
 def test_retrieval_covers_the_whole_prompt_and_earlier_outputs():

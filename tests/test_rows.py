@@ -9,7 +9,7 @@ import pytest
 from ooospec.chat.prompt_tools import tools_in_prompt
 from ooospec.chat.schema import read_tools
 from ooospec.core import FunctionHint, Hint, SlotHint
-from ooospec.integrations.rows import Known, RowDrafter, Situation, prompt_key
+from ooospec.integrations.rows import EMPTY_ROUNDS, Known, RowDrafter, Situation, prompt_key
 from ooospec.integrations.step_cost import StepCost
 
 WIDTH = 2048
@@ -233,6 +233,37 @@ def test_rows_without_drafts_do_not_stop_those_with_good_ones(codec, make):
     assert drafter._gain > 0.5
     steps = run(engine, row)
     assert steps < len(row.script) / 4
+
+
+def test_rows_for_which_nothing_is_found_are_looked_at_now_and_then(codec, make, monkeypatch):
+    prose = Asked(codec, 5, "Rome")
+    prose.prompt, prose.script = codec.encode("A"), codec.encode("".join(chr(33 + i % 90) for i in range(90)))
+    drafter = make()
+    engine = Engine(drafter)
+    engine.rows, tried = [prose], []
+    monkeypatch.setattr("ooospec.integrations.rows.best_chain", lambda *_: [])
+    while not engine.done(prose):
+        engine.step()
+        tried.append(drafter._active[0].tried)
+    assert all(tried[:EMPTY_ROUNDS]) and sum(tried[EMPTY_ROUNDS:]) <= len(tried[EMPTY_ROUNDS:]) / 3
+
+
+def test_a_row_that_has_ended_is_not_taken_for_one_whose_drafts_were_cut(codec, make):
+    rows = [Asked(codec, number, "Oslo") for number in (1, 2)]
+    drafter = make(Named(rows))
+    engine = Engine(drafter)
+    rows[1].script = [*rows[1].script[:1], codec.eos_id]
+    engine.rows = list(rows)
+    while not engine.done(rows[1]):
+        engine.step()
+    seen = []
+    drafter._calibrator.observe_cost = lambda *given: seen.append(given)
+    ran = 1 + len(engine.drafts[0])
+    engine.keep([0])
+    propose = drafter.propose
+    drafter.propose = lambda *step: propose(*step, ran)
+    engine.step()
+    assert len(seen) == 1
 
 
 def test_a_step_whose_drafts_were_cut_says_nothing_of_what_drafts_are_worth(codec, make):

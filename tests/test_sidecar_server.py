@@ -9,7 +9,19 @@ import pytest
 from ooospec.chat.schema import read_tools
 from ooospec.sidecar import protocol
 from ooospec.sidecar.client import signature
-from ooospec.sidecar.protocol import Cancel, Done, Function, Hello, SlotValue, Submit, Turn, Welcome
+from ooospec.sidecar.protocol import (
+    Announce,
+    Cancel,
+    Done,
+    Function,
+    Hello,
+    Name,
+    SlotValue,
+    Submit,
+    Subscribe,
+    Turn,
+    Welcome,
+)
 from ooospec.sidecar.server import SidecarServer, bind
 
 
@@ -69,6 +81,15 @@ def test_server_answers_in_order_and_survives_faults(served):
     ends = {m.request: m.error for m in got if isinstance(m, Done)}
     assert ends == {1: "", 2: "RuntimeError: broken", 3: ""}
     assert server.bad_messages == 1
+
+
+def test_a_number_that_is_used_again_is_a_request_of_its_own(served):
+    server, exchange = served
+    exchange(Submit(1, TOOL, ()), Name(1, b"a"), Submit(1, TOOL, ()))
+    assert not server._numbered
+    server._tell(server._named, [b"x"])  # too late for it: nothing to tell
+    got = exchange(Name(1, b"b"), Subscribe())
+    assert [message.key for message in got if isinstance(message, Announce)] == [b"b"]
 
 
 def test_server_cancels_waiting_and_running_waves(served):

@@ -22,7 +22,7 @@ from ooospec.integrations.vllm.connection import ADDRESS_VARIABLE, STATS_VARIABL
 from ooospec.integrations.vllm.front import _has_media
 from ooospec.integrations.vllm.worker import _Hints, _tokens_run, check_version
 from ooospec.sidecar.client import SidecarClient
-from ooospec.sidecar.protocol import Function, SlotValue
+from ooospec.sidecar.protocol import Announce, Function, SlotValue
 from ooospec.sidecar.server import SidecarServer, bind
 from test_sidecar import wait_for
 
@@ -291,6 +291,7 @@ def test_a_subscriber_that_comes_late_is_told_once_of_what_is_under_way(sidecar)
     told = wait_for(lambda: follower.announced(b"k"))
     assert wait_for(lambda: told.poll().complete) and told.hint.slots["get_weather", "city"].value == "Oslo"
     follower.subscribe()
+    follower._follow(Announce(told.request, b"k", ()))
     box = asking.submit(read_tools([WEATHER]), [("user", "in Rome")])
     asking.name(box, b"l")
     assert wait_for(lambda: follower.announced(b"l"))

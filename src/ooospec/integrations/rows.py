@@ -41,6 +41,9 @@ MAX_UNSEEN = 256
 VAIN_ROUNDS, VAIN_STRIDE = 8, 4
 """After so many rounds in a row without an accepted token, a row is drafted for only every few rounds; so is every row
 while making drafts takes longer than they save."""
+EMPTY_ROUNDS = 32
+"""After so many rounds in a row in which nothing was found to draft, likewise: where they found nothing, rounds cost
+little and say little."""
 SLOWLY = 0.95
 """Weight of what was known, in means over the last rounds."""
 STATE_SIZE = 2**10
@@ -128,6 +131,8 @@ class _Row:
     hint: _LateHint | None = None
     vain: int = 0
     """Rounds with drafts since a drafted token was accepted."""
+    empty: int = 0
+    """Rounds in which nothing was found to draft, since something was."""
     drafted: list[tuple[int, str]] = field(default_factory=list)
     offered: list[Draft] = field(default_factory=list)
     tried: bool = False
@@ -157,7 +162,7 @@ class RowDrafter:
         self._last: tuple[float, int] | None = None
         """When the last drafts were given, and how many tokens the step after them verifies."""
         self._cut = False
-        """Whether the step ran fewer tokens than that: a grammar or a budget of the engine cut drafts."""
+        """Whether the step ran fewer tokens than that: a grammar or a budget of the engine cut drafts, or rows left."""
         self._drafting_s, self._gain = 0.0, 1.0
         """Means over rounds with drafts: seconds that drafting took, and tokens that were accepted."""
         self.counts: Counter[str] = Counter()
@@ -186,7 +191,7 @@ class RowDrafter:
         self._cut = ran is not None and self._last is not None and ran < self._last[1]
         drafts, verified = list[list[int]](), 0
         for index, new in enumerate(sampled):
-            draft: list[int] = []
+            row, draft = None, list[int]()
             if not new:
                 steady = False
             else:
@@ -198,7 +203,7 @@ class RowDrafter:
                 row, draft = self._advance(row, whole, len(new), len(sampled))
                 self._active[index] = row
             drafts.append(draft)
-            verified += 1 + len(draft)
+            verified += 1 + len(draft) if row is None or not row.ended else 0
         self._park(free.values())
         if self._last is not None and steady:  # no prefill, first or again, whose tokens cost otherwise, and no pause
             self.cost.observe(len(sampled), self._last[1] if ran is None else ran, start - self._last[0])
@@ -314,12 +319,14 @@ class RowDrafter:
         self.counts["rounds"] += 1
         cost = self.cost.of(rows)
         self._look_for_hint(row)
-        if (row.vain < VAIN_ROUNDS and self._pays(rows)) or row.rounds % VAIN_STRIDE == 0:
+        promising = row.vain < VAIN_ROUNDS and row.empty < EMPTY_ROUNDS and self._pays(rows)
+        if promising or row.rounds % VAIN_STRIDE == 0:
             start, row.tried = time.perf_counter(), True
             offered = [draft for proposer in row.proposers for draft in proposer.propose()]
             row.offered = [self._calibrator.calibrate(draft) for draft in offered]
             vocabulary = min(self.situation.codec.vocab_size, self.situation.vocabulary)
             row.drafted = best_chain(row.offered, room, cost, vocabulary, self._calibrator.rate)
+            row.empty = 0 if row.drafted else row.empty + 1
             if row.drafted:
                 self._drafting_s = SLOWLY * self._drafting_s + (1 - SLOWLY) * (time.perf_counter() - start)
         row.paid = cost(1 + len(row.drafted))

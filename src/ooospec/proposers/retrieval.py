@@ -109,7 +109,7 @@ class SuffixIndex:
     def after_matches(self, gram: tuple[int, ...], count: int) -> list[int]:
         """Return where the text goes on after the occurrences of an n-gram, newest first."""
         size, found = len(gram), list[int]()
-        if size not in self._hashes or -1 in gram:
+        if size not in self._hashes or -1 in gram or self.length <= size:
             return found
         sought = np.array(gram, dtype=np.uint64) @ self._powers[size]
         last = np.flatnonzero(self._hashes[size][size - 1 : self.length - 1] == sought)[::-1]
@@ -146,6 +146,8 @@ class Retrieval:
         """Offer up to four continuations of the longest suffix that occurred before, in this request first."""
         for size in SUFFIXES:
             gram = self._index.newest(size)
+            if len(gram) < size:
+                continue
             places = [(self._index, start) for start in self._index.after_matches(gram, len(LENGTHS))]
             more = self._neighbours.after_matches(gram, len(LENGTHS) - len(places))
             places += [(self._neighbours, start) for start in more]

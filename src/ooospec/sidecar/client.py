@@ -207,6 +207,8 @@ class SidecarClient:
             self._warn("error", f"failed in a wave: {message.error}")
 
     def _follow(self, message: Announce) -> None:
+        if message.request in self._followed:  # told again, as to a subscriber that has just come
+            return
         mailbox = Mailbox(self, message.request, tuple(tool_of(signature) for signature in message.tools))
         self._announced[message.key], self._followed[message.request] = mailbox, mailbox
         self._announced.move_to_end(message.key)

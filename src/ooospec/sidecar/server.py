@@ -117,7 +117,10 @@ class SidecarServer:
         elif isinstance(message, Submit):
             later = (i for i, (_, waiting) in enumerate(self._queue) if waiting.only >= 0)
             self._queue.insert(next(later, len(self._queue)), (client, message))  # before what is asked for again
+            replaced = self._records.pop((client, message.request), None)
             self._records[client, message.request] = _Record(message)
+            if replaced is not None:
+                self._numbered.pop(replaced.number, None)
             if len(self._records) > MAX_RECORDS:
                 _, old = self._records.popitem(last=False)
                 self._numbered.pop(old.number, None)
@@ -152,7 +155,9 @@ class SidecarServer:
 
     def _tell(self, number: int, subscribers: Iterable[bytes]) -> None:
         """Tell subscribers of a named request and of what is known about it."""
-        record = self._records[self._numbered[number]]
+        record = self._records.get(self._numbered.get(number, (b"", 0)))
+        if record is None:
+            return
         for subscriber in subscribers:
             self._send(subscriber, Announce(number, record.key, record.asked.tools))
             for answer in record.answers:

@@ -6,6 +6,8 @@ that takes a third of the time, for one row half of it (docs/performance.md, ent
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from ooospec.target.loading import has_bfloat16
 
+logger = logging.getLogger("ooospec.target")
 FEWEST_ROWS = 4
 """Fewer rows are filled up to so many: kernels for less are slower, and the one for one row rounds otherwise."""
 USUAL_ROWS = 16
@@ -40,8 +43,13 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: nn.Module) -> None:
-    """Replace all linear layers of a model in place; leave them where the processor or torch has no use for it."""
-    for module in list(model.modules()):
+    """Replace all linear layers of a model in place; leave them where the processor or torch has no use for it.
+
+    Every layer gets weights of its own: an output layer that shared those of the embeddings shares them no more.
+    """
+    if not _works():
+        return
+    for module in [module for module in model.modules() if type(module) is not nn.Linear]:  # a replaced one can go
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and _packable(child):
                 setattr(module, name, PackedLinear(child))
@@ -52,10 +60,26 @@ def is_packed(model: nn.Module) -> bool:
     return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
+@cache
+def _works() -> bool:
+    """Tell whether this torch has the products, which are no part of its documented interface."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        with torch.inference_mode():
+            PackedLinear(nn.Linear(8, 8, device="cpu", dtype=torch.float32))(torch.ones(1, 8))
+    except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
+        logger.warning(
+            "Weights are not packed, as this torch lacks the products for it (%s); decoding is slower.", error
+        )
+        return False
+    return True
+
+
 def _packable(linear: nn.Linear) -> bool:
     weight = linear.weight
     return (
-        weight.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
+        type(weight.data) is torch.Tensor  # not one that a quantizing library put there
+        and weight.device.type == "cpu"
         and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16()))
     )
